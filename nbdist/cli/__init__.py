@@ -1,0 +1,76 @@
+"""The command line, `nbdist COMMAND`. Loaded late on purpose: importing this does nothing."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_COMMANDS = ("demo", "lab", "ps", "clean", "doctor")
+"""Modules of this package. Each has `add_arguments(parser)` and `run(options) -> exit code`; its
+docstring is its help."""
+
+_FAILED = 1
+_REFUSED = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the words after `nbdist`; default: those of this process.
+
+    Returns:
+        The exit code: 0 where all is well, 1 where something failed, 2 where the command makes no
+        sense (argparse's own), 130 after Ctrl-C.
+    """
+    if sys.platform == "win32":
+        print("nbdist does not run on Windows; use Linux, for instance under WSL 2")
+        return _REFUSED
+    # These load psutil and zmq; a mere import of this package need not.
+    from nbdist.errors import NbdistError
+
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    try:
+        return int(options.run(options))
+    except (NbdistError, OSError, ValueError) as error:
+        print(f"nbdist {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    from nbdist._version import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="nbdist",
+        description="Distributed training that a notebook drives.",
+        epilog="`nbdist COMMAND --help` tells more.",
+    )
+    parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    commands.required = True
+    for name in _COMMANDS:
+        module = import_module(f"nbdist.cli.{name}")
+        text = inspect.cleandoc(module.__doc__ or "")
+        command = commands.add_parser(
+            name,
+            help=text.partition("\n")[0].replace("%", "%%"),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,102 @@
+"""Settings of a cluster: frozen, keyword-only, units in names, checked here. Pure.
+
+Also the one place that knows which address our sockets bind to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+LOOPBACK = "127.0.0.1"
+"""Where everything listens while all engines are on this host."""
+
+LOOPBACK_INTERFACE = "lo"
+"""Gloo's name for it."""
+
+Policy = Literal["refill", "shrink"]
+"""What happens after a loss; `wait` and `raise` are reserved."""
+
+_LATER = {"wait", "raise"}
+_LAUNCHERS = {"local"}
+_LATER_LAUNCHERS = {"ssh", "slurm", "mpi"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """What `nbdist.start` and `%dist_init` take."""
+
+    num_engines: int
+    """Seats to fill at the start; at least 1."""
+    devices: tuple[int, ...] = ()
+    """GPU index of each slot, in slot order; empty: CPU engines, or GPUs 0 … n-1 where there are GPUs."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """torch.distributed backend; auto: nccl where every slot has a GPU, else gloo."""
+    launcher: str = "local"
+    """How engines are started; local: on this host."""
+    hosts: tuple[str, ...] = ()
+    """Hosts beside this one; only with launchers that reach them."""
+    policy: str = "refill"
+    """refill: the survivors go on and the seat is filled again; shrink: it stays empty."""
+    min_world: int = 1
+    """With fewer survivors than this, recovery fails."""
+    hang_timeout_s: float = 10.0
+    """A process that makes no progress at all for this long is taken for dead and killed."""
+    start_timeout_s: float = 60.0
+    """Engines must be ready within this time."""
+    replay_limit_s: float = 30.0
+    """Cells that ran longer are not replayed to engines that join later."""
+    keep: bool = False
+    """The cluster outlives the kernel; ended by shutdown only."""
+    threads_per_engine: int = 0
+    """Intra-op threads of each engine; 0: cores divided by engines, at least 1."""
+    max_restarts: int = 3
+    """A seat whose engines end this often in a row before they are in a group is given up."""
+    lease_s: float = 15.0
+    """Processes end by themselves when no supervisor has renewed their lease for this long."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field, the value and what is allowed."""
+        _check(self.num_engines >= 1, "num_engines", self.num_engines, "at least 1")
+        _check(self.min_world >= 1, "min_world", self.min_world, "at least 1")
+        _check(self.max_restarts >= 1, "max_restarts", self.max_restarts, "at least 1")
+        _check(
+            self.threads_per_engine >= 0, "threads_per_engine", self.threads_per_engine, "0 or more"
+        )
+        for name in ("hang_timeout_s", "start_timeout_s", "replay_limit_s", "lease_s"):
+            _check(getattr(self, name) > 0, name, getattr(self, name), "more than 0 seconds")
+        _check(
+            self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, "auto, gloo or nccl"
+        )
+        if self.policy in _LATER:
+            raise ValueError(f"policy={self.policy!r} is not there yet; use refill or shrink")
+        _check(self.policy in get_args(Policy), "policy", self.policy, "refill or shrink")
+        if self.launcher in _LATER_LAUNCHERS or self.hosts:
+            raise ValueError(
+                f"launcher={self.launcher!r}, hosts={list(self.hosts)}: only local engines are there yet"
+            )
+        _check(self.launcher in _LAUNCHERS, "launcher", self.launcher, "local")
+        repeated = len(set(self.devices)) != len(self.devices)
+        _check(not repeated, "devices", list(self.devices), "each device once")
+        if self.devices:
+            _check(
+                len(self.devices) == self.num_engines,
+                "devices",
+                list(self.devices),
+                f"{self.num_engines} of them",
+            )
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any]) -> ClusterConfig:
+        """From a profile or a file; raises ValueError that names an unknown key and the known ones."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**tuples)
+
+
+def _check(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value!r}: must be {allowed}")

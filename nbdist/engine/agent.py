@@ -1,0 +1,169 @@
+"""The engine's side thread: beats, the lease, orders of the supervisor; frees the main thread by cutting its group.
+
+It shares nothing with the main thread but a queue of events to send, the groups' sockets and the name of the running cell.
+What has to happen in the main thread is posted to its loop and runs there between cells. When no supervisor has
+acknowledged a beat for the length of the lease, the whole process group of the engine ends, children included.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from nbdist.engine.group import Groups
+from nbdist.engine.whereabouts import Whereabouts
+from nbdist.protocol import events as ev
+from nbdist.protocol import orders as od
+from nbdist.protocol import wire
+from nbdist.protocol.ids import CellId, Generation, Slot
+from nbdist.rundir import RunDir
+
+BEAT_PERIOD_S = 0.25
+LOOK_PERIOD_S = 0.05
+WAIT_IS_NEWS_S = 0.1
+"""A wait of the main thread is reported once it is this long."""
+END_LIMIT_S = 0.7
+"""A main thread that has not ended by then after an order to end is not waited for."""
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """One engine's agent.
+
+    Args:
+        rundir, slot: whose.
+        groups: cut on `BreakGroup`.
+        whereabouts: looks at the main thread.
+        post: has a function called with one order in the main thread's loop.
+        handle: what `post` is asked to call.
+    """
+
+    def __init__(
+        self,
+        rundir: RunDir,
+        slot: Slot,
+        *,
+        groups: Groups,
+        whereabouts: Whereabouts,
+        post: Callable[..., None],
+        handle: Callable[[od.AgentOrder], Any],
+    ) -> None:
+        config, _, self._keys = rundir.read()
+        self._rundir, self._slot, self._lease_s = rundir, slot, config.lease_s
+        self._groups, self._whereabouts = groups, whereabouts
+        self._post, self._handle = post, handle
+        self._outbox: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self._wakeup, self._woken = os.pipe()
+        self._sent: dict[int, float] = {}
+        self._lease_until = time.monotonic() + self._lease_s
+        self._end_at: float | None = None
+        self.hello: ev.EngineHello | None = None
+        self.cell: CellId | None = None
+        """The cell that the main thread runs."""
+
+    def start(self, hello: ev.EngineHello) -> None:
+        """Begin; `hello` is said now and to every supervisor that takes over."""
+        self.hello = hello
+        threading.Thread(target=self._run, name="nbdist-agent", daemon=True).start()
+
+    def tell(self, event: ev.Event) -> None:
+        """Send an event; from any thread, never waits."""
+        self._outbox.put(event)
+        os.write(self._woken, b"x")
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.identity = f"slot-{self._slot}-{os.getpid()}".encode()
+        socket.curve_serverkey = self._keys.server_public.encode()
+        socket.curve_publickey = self._keys.client_public.encode()
+        socket.curve_secretkey = self._keys.client_secret.encode()
+        socket.linger = 500
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 200
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.connect(self._rundir.endpoint)
+        poller = zmq.Poller()
+        for source in (socket, monitor, self._wakeup):
+            poller.register(source, zmq.POLLIN)
+        next_beat, number, was_waiting = 0.0, 0, False
+        while True:
+            ready = dict(poller.poll(int(LOOK_PERIOD_S * 1000)))
+            now = time.monotonic()
+            if monitor in ready:
+                monitor.recv_multipart()
+                if self.hello is not None:
+                    socket.send(wire.encode(self.hello))
+            if self._wakeup in ready:
+                os.read(self._wakeup, 4096)
+            while not self._outbox.empty():
+                socket.send(wire.encode(self._outbox.get()))
+            if socket in ready:
+                self._receive(socket)
+            where = self._whereabouts.look(now)
+            is_waiting = where is not None and now - where.since_s > WAIT_IS_NEWS_S
+            if now >= next_beat or is_waiting != was_waiting:
+                number += 1
+                self._beat(socket, number, where if is_waiting else None, now)
+                next_beat, was_waiting = now + BEAT_PERIOD_S, is_waiting
+            if now > self._lease_until:
+                self._end("no supervisor has renewed the lease")
+            if self._end_at is not None and now > self._end_at:
+                self._end("ordered to end")
+
+    def _beat(
+        self, socket: zmq.Socket[bytes], number: int, where: ev.Where | None, now: float
+    ) -> None:
+        self._sent[number] = now
+        beat = ev.Beat(
+            slot=self._slot,
+            pid=os.getpid(),
+            number=number,
+            generation=Generation(self._groups.generation),
+            cell=self.cell,
+            waiting=where,
+            rss_bytes=_rss_bytes(),
+        )
+        socket.send(wire.encode(beat))
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                order = wire.decode(socket.recv(zmq.NOBLOCK), od.AgentOrder)
+            except zmq.Again:
+                return
+            match order:
+                case od.AcknowledgeBeat(number=number):
+                    if (sent := self._sent.pop(number, None)) is not None:
+                        self._lease_until = sent + self._lease_s
+                        self._sent = {n: at for n, at in self._sent.items() if n > number}
+                case od.InterruptMain(cell=cell):
+                    if cell == self.cell:
+                        os.kill(os.getpid(), signal.SIGINT)
+                case od.EndEngine():
+                    self._end_at = time.monotonic() + END_LIMIT_S
+                    self._post(self._handle, order)
+                case od.BreakGroup(generation=generation):
+                    self._groups.cut(generation)
+                    self._post(self._handle, order)
+                case _:
+                    self._post(self._handle, order)
+
+    def _end(self, why: str) -> None:
+        log.warning("engine of slot %s ends: %s", self._slot, why)
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - four times a second
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

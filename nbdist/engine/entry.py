@@ -1,0 +1,305 @@
+"""An engine's process: builds it, and is where orders and the kernel's calls land. All of it in the main thread.
+
+Started by the zygote (fork) or as `python -m nbdist.engine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import logging
+import os
+import random
+import socket
+from typing import Any
+
+import ipyparallel.engine.app as engine_app
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nbdist.engine.agent import Agent
+from nbdist.engine.group import Groups
+from nbdist.engine.kernel import CellKernel
+from nbdist.engine.namespace import (
+    OURS,
+    fingerprint,
+    pack_names,
+    take_names,
+    to_cpu,
+    user_names,
+)
+from nbdist.engine.output import open_log
+from nbdist.engine.whereabouts import Whereabouts
+from nbdist.protocol import events as ev
+from nbdist.protocol import orders as od
+from nbdist.protocol import values
+from nbdist.protocol.ids import EngineId, Generation, Slot
+from nbdist.rundir import RunDir
+
+log = logging.getLogger(__name__)
+_engine: Engine | None = None
+
+
+class EngineApp(engine_app.IPEngine):  # type: ignore[misc]
+    """ipyparallel's engine, which becomes ours once it is registered."""
+
+    rundir: RunDir
+    slot: Slot
+
+    async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
+        """Registered: start the agent."""
+        await super().complete_registration(*args, **kwargs)
+        global _engine  # noqa: PLW0603 - one process, one engine; calls of the kernel find it here
+        _engine = Engine(self)
+        _engine.start()
+
+
+class Engine:
+    """What orders act on."""
+
+    def __init__(self, app: EngineApp) -> None:
+        self._app = app
+        self._shell = app.kernel.shell
+        self._hidden = set(self._shell.user_ns)
+        self._slot = app.slot
+        self._config, _, _ = app.rundir.read()
+        self._groups = Groups()
+        self._groups.install()
+        self._device = torch.device("cuda:0" if torch.cuda.device_count() else "cpu")
+        self._agent = Agent(
+            app.rundir,
+            app.slot,
+            groups=self._groups,
+            whereabouts=Whereabouts(self._shell.user_ns),
+            post=app.loop.add_callback,
+            handle=self.handle,
+        )
+        app.kernel.bind(app.slot, self._agent, self._groups)
+
+    def start(self) -> None:
+        """Say hello."""
+        self._bind_names(rank=0, world_size=1)
+        self._agent.start(self._hello(replayed=False))
+
+    async def handle(self, order: od.AgentOrder) -> None:
+        """Carry out an order in the main thread, between cells."""
+        match order:
+            case od.ReplayJournal():
+                await self._replay(order)
+            case od.BreakGroup(generation=generation):
+                self._groups.destroy()
+                self._agent.tell(
+                    ev.GroupBroken(slot=self._slot, pid=os.getpid(), generation=generation)
+                )
+            case od.FormGroup():
+                self._form(order)
+            case od.FingerprintNames(generation=generation):
+                names = user_names(self._shell.user_ns, self._hidden)
+                digests = {n: fingerprint(self._shell.user_ns[n]) for n in names}
+                self._agent.tell(
+                    ev.NamesFingerprinted(slot=self._slot, generation=generation, digests=digests)
+                )
+            case od.OfferNames():
+                self._offer(order)
+            case od.ReceiveNames():
+                self._receive(order)
+            case od.EndEngine():
+                self._app.loop.stop()
+
+    def push(self, packed: dict[str, bytes]) -> None:
+        """Bind names to packed values."""
+        for name, data in packed.items():
+            self._shell.user_ns[name] = values.unpack(data)
+
+    def pull(self, name: str, *, as_numpy: bool) -> bytes:
+        """A packed value; raises NameError where the name is not bound here."""
+        if name not in self._shell.user_ns:
+            raise NameError(f"name {name!r} is not defined on slot {self._slot}")
+        value = to_cpu(self._shell.user_ns[name])
+        if as_numpy and isinstance(value, torch.Tensor):
+            value = value.numpy()
+        return values.pack(value)
+
+    # ---- orders
+
+    def _form(self, order: od.FormGroup) -> None:
+        membership = order.membership
+        rank = membership.rank_of(self._slot)
+        try:
+            self._groups.destroy()
+            self._groups.form(order, rank, self._backend)
+        except Exception as error:  # noqa: BLE001 - torch raises many kinds; reported, and the next generation is formed
+            failure = f"{type(error).__name__}: {error}"
+        else:
+            failure = ""
+        if failure:
+            log.warning("generation %s could not be formed: %s", membership.generation, failure)
+            self._groups.destroy()
+            self._agent.tell(
+                ev.GroupFormFailed(
+                    slot=self._slot,
+                    pid=os.getpid(),
+                    generation=membership.generation,
+                    error=failure,
+                )
+            )
+            return
+        self._bind_names(rank=rank, world_size=membership.world_size)
+        self._agent.hello = self._hello(replayed=True)
+        self._agent.tell(
+            ev.GroupFormed(
+                slot=self._slot,
+                pid=os.getpid(),
+                generation=membership.generation,
+                cuttable=self._groups.is_cuttable,
+            )
+        )
+
+    async def _replay(self, order: od.ReplayJournal) -> None:
+        failed: list[str] = []
+        if order.entries:
+            self._groups.form_fake(order.rank, order.world_size)
+            self._bind_names(rank=order.rank, world_size=order.world_size)
+            with contextlib.redirect_stdout(open_log()), contextlib.redirect_stderr(open_log()):
+                self._shell.display_pub.register_hook(_drop)
+                for entry in order.entries:
+                    failed += await self._replay_one(entry)
+                self._shell.display_pub.unregister_hook(_drop)
+            self._groups.destroy()
+        self._agent.hello = self._hello(replayed=True)
+        self._agent.tell(ev.JournalReplayed(slot=self._slot, pid=os.getpid(), failed=tuple(failed)))
+
+    async def _replay_one(self, entry: od.Entry) -> list[str]:
+        self.push(entry.values)
+        if not entry.code.strip():
+            return []
+        result = await self._shell.run_cell_async(
+            entry.code,
+            store_history=False,
+            silent=True,
+            transformed_cell=self._shell.transform_cell(entry.code),
+        )
+        if result.success:
+            return []
+        error = result.error_before_exec or result.error_in_exec
+        first = entry.code.strip().splitlines()[0]
+        return [f"cell {first!r}: {type(error).__name__}: {error}"]
+
+    def _offer(self, order: od.OfferNames) -> None:
+        data, failed = pack_names(self._shell.user_ns, order.names)
+        self._agent.tell(
+            ev.NamesOffered(
+                slot=self._slot,
+                generation=order.generation,
+                sha256=hashlib.sha256(data).hexdigest(),
+                num_bytes=len(data),
+                failed=failed,
+            )
+        )
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # a receiver died: the supervisor knows, and breaks the group
+            for receiver in order.receivers:
+                dist.send(tensor, receiver)
+
+    def _receive(self, order: od.ReceiveNames) -> None:
+        tensor = torch.empty(order.num_bytes, dtype=torch.uint8)
+        try:
+            dist.recv(tensor, order.donor)
+        except RuntimeError as error:
+            log.warning("the hand-over broke off: %s", error)
+            return
+        data = tensor.numpy().tobytes()
+        if hashlib.sha256(data).hexdigest() == order.sha256:
+            failed = take_names(self._shell.user_ns, data, order.names)
+        else:
+            failed = dict.fromkeys(order.names, "what arrived is not what was sent")
+        self._agent.tell(
+            ev.NamesReceived(slot=self._slot, generation=order.generation, failed=failed)
+        )
+
+    # ---- helpers
+
+    @property
+    def _backend(self) -> str:
+        if self._config.backend != "auto":
+            return self._config.backend
+        return "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+
+    def _hello(self, *, replayed: bool) -> ev.EngineHello:
+        return ev.EngineHello(
+            slot=self._slot,
+            pid=os.getpid(),
+            engine_id=EngineId(self._app.id),
+            host=socket.gethostname(),
+            generation=Generation(self._groups.generation),
+            device=str(self._device),
+            replayed=replayed,
+        )
+
+    def _bind_names(self, *, rank: int, world_size: int) -> None:
+        ours = {
+            "torch": torch,
+            "dist": dist,
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": rank,
+            "slot": int(self._slot),
+            "device": self._device,
+            "generation": self._groups.generation,
+        }
+        assert set(ours) == OURS
+        self._shell.user_ns.update(ours)
+
+
+def push(packed: dict[str, bytes]) -> None:
+    """`protocol.calls.PUSH`."""
+    _present().push(packed)
+
+
+def pull(name: str, *, as_numpy: bool = False) -> bytes:
+    """`protocol.calls.PULL`."""
+    return _present().pull(name, as_numpy=as_numpy)
+
+
+def _present() -> Engine:
+    if _engine is None:
+        raise RuntimeError("this process is no engine of nbdist")
+    return _engine
+
+
+def _drop(_message: dict[str, Any]) -> None:
+    """A display hook that lets nothing through."""
+
+
+def main(rundir: RunDir, slot: int, num_threads: int) -> int:
+    """Be the engine of a slot until ordered to end; the process's exit code."""
+    logging.basicConfig(
+        stream=open_log(), level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
+    )
+    faulthandler.enable(open_log())
+    torch.set_num_threads(num_threads)
+    seed = int.from_bytes(os.urandom(4), "big")
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the user's own code may use the old interface
+    torch.manual_seed(seed)
+    engine_app.Kernel = CellKernel  # ipyparallel makes its kernel by this name
+    EngineApp.rundir, EngineApp.slot = rundir, Slot(slot)
+    app = EngineApp.instance()
+    app.initialize(
+        [
+            f"--file={rundir.connection_file('engine')}",
+            f"--profile-dir={rundir.file('ipp')}",
+            "--IPEngine.enable_nanny=False",
+            "--IPEngine.max_heartbeat_misses=0",
+            "--IPEngine.timeout=20",
+            "--IPEngine.out_stream_factory=nbdist.engine.output.LoggedStream",
+            "--HistoryManager.enabled=False",
+            "--log-level=ERROR",
+        ]
+    )
+    app.start()
+    return 0

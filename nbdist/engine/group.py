@@ -1,0 +1,171 @@
+"""Form and break the process group of one generation; forget the old one so that using it is an error, not a hang.
+
+Runs in the engine's main thread, but for `cut`, which the agent's thread calls. Every gloo group that is made in this
+process, the user's own and those of a mesh too, goes through one function of torch (`_new_process_group_helper`); it is
+wrapped here to note the group's sockets. Two more are wrapped so that a group of an earlier generation raises `GroupGone`.
+These three names are torch's own; a test holds that they exist, and `install` refuses to start without them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import logging
+import os
+import re
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nbdist.engine import rebind, sockets
+from nbdist.errors import GroupGone
+from nbdist.protocol.orders import FormGroup
+
+FORM_TIMEOUT = datetime.timedelta(seconds=3)
+"""For forming only; a member that does not come is told by the supervisor long before."""
+USER_TIMEOUT = datetime.timedelta(minutes=30)
+"""torch's own default for collectives: one rank may prepare data for long while the others wait."""
+NAMES_PER_GENERATION = 1_000_000
+"""torch names groups by a counter; each generation starts at its own multiple, so that no name comes twice."""
+
+log = logging.getLogger(__name__)
+_UNRESOLVED = re.compile(r"[Cc]ould not resolve the process group.*?(\d+)")
+
+
+class Groups:
+    """The groups of the present generation, in this engine."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.is_cuttable = True
+        self.cut_generation = 0
+        """Newest generation that was cut."""
+        self._forming_own = False
+        self._refs: list[sockets.SocketRef] = []
+        self._gone: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._store: Any = None
+        self._store_at: tuple[str, int] | None = None
+
+    # ---- form and break
+
+    def form(self, order: FormGroup, rank: int, backend: str) -> None:
+        """Become `rank` of the order's membership; raises what torch raises where a member does not come."""
+        membership = order.membership
+        address = (order.store_host, order.store_port)
+        if address != self._store_at:
+            self._store = dist.TCPStore(*address, None, False, FORM_TIMEOUT, wait_for_workers=False)
+            self._store_at = address
+        self.generation, self.is_cuttable, self._refs = membership.generation, True, []
+        distributed_c10d._world.group_count = membership.generation * NAMES_PER_GENERATION
+        self._forming_own = True
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"g{membership.generation}", self._store),
+                rank=rank,
+                world_size=membership.world_size,
+                timeout=USER_TIMEOUT,
+            )
+        finally:
+            self._forming_own = False
+        rebind.attach_all()
+
+    def form_fake(self, rank: int, world_size: int) -> None:
+        """A group whose collectives do nothing, for a replay."""
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def cut(self, generation: int) -> None:
+        """Free whatever waits in a collective of `generation`. From the agent's thread; returns at once."""
+        if generation == self.generation:
+            self.cut_generation = generation
+            sockets.cut(list(self._refs))
+
+    def destroy(self) -> None:
+        """Leave all groups, the user's own too. Must be over before the next group is formed."""
+        if not dist.is_initialized():
+            return
+        self._gone.update(distributed_c10d._world.pg_map)
+        rebind.detach_all()
+        sockets.cut(self._refs)
+        dist.destroy_process_group()
+        self._refs = []
+
+    # ---- what is wrapped in torch
+
+    def install(self) -> None:
+        """Wrap torch's three functions, and keep sockets from forked children. Once per process."""
+        helper = distributed_c10d._new_process_group_helper
+        not_in_group = distributed_c10d._rank_not_in_group
+        resolve = device_mesh._resolve_process_group
+        signature = inspect.signature(helper)
+
+        def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            asked = bound.arguments["timeout"]
+            if self._forming_own:
+                bound.arguments["timeout"] = FORM_TIMEOUT
+            group, store = helper(*bound.args, **bound.kwargs)
+            if store is not None:
+                self._note(group, store)
+                if self._forming_own and dist.get_backend(group) != "fake":
+                    distributed_c10d._set_pg_timeout(asked, group)
+            return group, store
+
+        def rank_not_in_group(group: Any) -> bool:
+            if group is not None and group in self._gone:
+                raise GroupGone(self._advice("process group"))
+            return bool(not_in_group(group))
+
+        def resolve_process_group(name: str) -> Any:
+            try:
+                return resolve(name)
+            except RuntimeError as error:
+                raise self.explain(error) from error
+
+        distributed_c10d._new_process_group_helper = new_process_group_helper
+        distributed_c10d._rank_not_in_group = rank_not_in_group
+        distributed_c10d._resolve_process_group = resolve_process_group
+        device_mesh._resolve_process_group = resolve_process_group
+        os.register_at_fork(after_in_child=lambda: sockets.hide(self._refs))
+
+    def explain(self, error: BaseException) -> BaseException:
+        """A `GroupGone` where native code could not find a group of an earlier generation, else the error itself."""
+        found = _UNRESOLVED.search(str(error))
+        if found and int(found[1]) // NAMES_PER_GENERATION < self.generation:
+            return GroupGone(self._advice("process group or mesh"))
+        return error
+
+    def _note(self, group: Any, store: Any) -> None:
+        if "gloo" not in dist.get_backend_config(group):
+            return
+        try:
+            refs = sockets.find(dist.PrefixStore("cpu/", store), group.rank(), group.size())
+        except sockets.NotExact as problem:
+            log.warning("a group of generation %s cannot be cut: %s", self.generation, problem)
+            self.is_cuttable = False
+            return
+        sockets.close_on_exec(refs)
+        self._refs.extend(refs)
+
+    def _advice(self, what: str) -> str:
+        return (
+            f"this {what} belongs to an earlier generation; the present one is {self.generation}, and its default group "
+            "is ready. Make your own again: dist.new_group(…), init_device_mesh(…), or run the cell that made it"
+        )
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether an error came out of torch's communication rather than out of the user's code."""
+    if isinstance(error, GroupGone):
+        return True
+    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
+        return False
+    traceback = error.__traceback__
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    home = os.path.dirname(torch.__file__)  # noqa: PTH120 - compared with a code object's file name
+    return traceback.tb_frame.f_code.co_filename.startswith(home)

@@ -1,0 +1,58 @@
+"""DistributedDataParallel objects live on when the group changes: unbound from the old group, bound to the new.
+
+The objects keep their identity, parameters and hooks. What is rebuilt is the part that holds the group: the reducer, on
+every rank in every generation, since ranks whose reducers have different bucket layouts end one another's processes.
+Rebuilding goes through the class's own unpickling, which does exactly that.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.errors import GroupGone
+
+_detached: list[DistributedDataParallel] = []
+
+
+def detach_all() -> None:
+    """Let go of the present groups; models on a group of the user's own cannot come back by themselves."""
+    _detached.clear()
+    for model in _models():
+        state = model.__dict__
+        is_default = state.get("process_group") is dist.group.WORLD
+        state["reducer"] = state["logger"] = state["process_group"] = None
+        if is_default:
+            _detached.append(model)
+        else:
+            state["forward"] = _raise_gone
+
+
+def attach_all() -> None:
+    """Bind what was detached to the present default group."""
+    for model in _detached:
+        state = dict(model.__dict__)
+        for name in ("reducer", "logger", "process_group"):
+            del state[name]
+        hooks = state["_comm_hooks"]
+        state["_comm_hooks"] = []
+        state["broadcast_buffers"] = model.forward_sync_buffers
+        model.__setstate__(state)
+        for hook, hook_state in hooks:
+            model.register_comm_hook(hook_state, hook)
+    _detached.clear()
+
+
+def _models() -> list[DistributedDataParallel]:
+    """Every such object of this process; what was imported before the fork is frozen and not looked through."""
+    return [o for o in gc.get_objects() if type(o) is DistributedDataParallel]
+
+
+def _raise_gone(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise GroupGone(
+        "this DistributedDataParallel model uses a process group of an earlier generation that was made by hand. "
+        "Make the group again and wrap the model anew: DistributedDataParallel(model.module, process_group=…)"
+    )

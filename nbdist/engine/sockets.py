@@ -1,0 +1,149 @@
+"""Which sockets belong to one gloo group, exactly; cutting them, and keeping them from child processes.
+
+Gloo (torch 2.13) publishes each rank's listener address in the store while a group forms. A connected TCP socket of this
+process is the group's if and only if its local end is this rank's published address (we accepted it) or its remote end
+is another rank's (we opened it): the kernel gives no outgoing connection a port on which somebody listens, and nobody but
+gloo listens there. Shutting these sockets down is the one way to free a thread that waits in a gloo collective.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+Address = tuple[str, int]
+
+
+class Store(Protocol):
+    """The part of torch's stores that is needed here."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Values of keys."""
+        ...
+
+
+class NotExact(RuntimeError):
+    """The sockets found do not fit the group; it cannot be cut."""
+
+
+@dataclass(frozen=True)
+class SocketRef:
+    """A socket of ours, named so that a reused descriptor is not taken for it."""
+
+    fd: int
+    inode: int
+
+
+def parse_address(blob: bytes) -> Address:
+    """IP and port from what gloo publishes: u64 n, host name; u64 n, sockaddr_storage and more; pair ids."""
+    (name_length,) = struct.unpack_from("<Q", blob, 0)
+    (length,) = struct.unpack_from("<Q", blob, 8 + name_length)
+    address = blob[16 + name_length : 16 + name_length + length]
+    if len(address) < 24:
+        raise NotExact(f"not an address: {blob[:48]!r}")
+    (family,) = struct.unpack_from("=H", address, 0)
+    (port,) = struct.unpack_from(">H", address, 2)
+    if family not in (socket.AF_INET, socket.AF_INET6) or port == 0:
+        raise NotExact(f"not an address: {blob[:48]!r}")
+    raw = address[4:8] if family == socket.AF_INET else address[8:24]
+    return socket.inet_ntop(family, raw), port
+
+
+def find(store: Store, rank: int, world_size: int) -> list[SocketRef]:
+    """The connected sockets of a group that has just been formed.
+
+    Args:
+        store: the prefix store of the group's backend.
+        rank: this process's rank in that group.
+        world_size: number of ranks in it.
+
+    Raises:
+        NotExact: their number is not `world_size - 1`, or the published addresses cannot be read.
+    """
+    if world_size == 1:
+        return []
+    blobs = store.multi_get([f"0/{r}" for r in range(world_size)])
+    addresses = [parse_address(blob) for blob in blobs]
+    own = addresses[rank]
+    peers = {a for r, a in enumerate(addresses) if r != rank}
+    found = [ref for ref, local, remote in connected() if local == own or remote in peers]
+    if len(found) != world_size - 1:
+        raise NotExact(f"{len(found)} sockets for {world_size} ranks")
+    return found
+
+
+def connected() -> Iterable[tuple[SocketRef, Address, Address]]:
+    """Every connected TCP socket of this process, with its two ends."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            copy = os.dup(int(name))
+        except OSError:
+            continue
+        info = os.fstat(copy)
+        if not stat.S_ISSOCK(info.st_mode):
+            os.close(copy)
+            continue
+        with socket.socket(fileno=copy) as sock:
+            if (
+                sock.family not in (socket.AF_INET, socket.AF_INET6)
+                or sock.type != socket.SOCK_STREAM
+            ):
+                continue
+            try:
+                ends = _plain(sock.getsockname()), _plain(sock.getpeername())
+            except OSError:
+                continue  # it listens, or is no longer connected
+            yield SocketRef(int(name), info.st_ino), *ends
+
+
+def cut(refs: Iterable[SocketRef]) -> int:
+    """Shut down each socket that is still the same one; returns how many. For any thread; needs no lock of gloo.
+
+    A descriptor's number says nothing: gloo closes its sockets as soon as a peer cuts first, and other threads get those
+    numbers. So: duplicate (from then on it cannot change), compare the inode, then shut down. Never a listener: gloo ends
+    the process when its own is shut.
+    """
+    count = 0
+    for ref in refs:
+        try:
+            copy = os.dup(ref.fd)
+        except OSError:
+            continue
+        if os.fstat(copy).st_ino != ref.inode:
+            os.close(copy)
+            continue
+        with socket.socket(fileno=copy) as sock:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
+            except OSError:
+                continue  # no longer connected
+    return count
+
+
+def close_on_exec(refs: Iterable[SocketRef]) -> None:
+    """Programs that this process starts must not inherit them: peers would not notice its death while such a child lives."""
+    for ref in refs:
+        fcntl.fcntl(ref.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+
+
+def hide(refs: Iterable[SocketRef]) -> None:
+    """In a forked child: put /dev/null in their place, for the same reason."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for ref in refs:
+        try:
+            if os.fstat(ref.fd).st_ino == ref.inode:
+                os.dup2(null, ref.fd)
+        except OSError:
+            continue
+    os.close(null)
+
+
+def _plain(address: tuple[object, ...]) -> Address:
+    return str(address[0]).removeprefix("::ffff:"), int(str(address[1]))

@@ -1,0 +1,168 @@
+"""One tree of errors, each with what happened, where, and what to do next.
+
+Used on every floor; imports nothing of nbdist. Errors of other packages are turned into these at the border where they
+enter (`session.cells` for engines, `session.link` for the supervisor, `engine.group` for torch.distributed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "CellFailed",
+    "EngineDied",
+    "GroupGone",
+    "NbdistError",
+    "NotStarted",
+    "RankError",
+    "RecoveryFailed",
+    "StartFailed",
+    "TargetError",
+    "WrongState",
+    "named_error",
+]
+
+
+class NbdistError(Exception):
+    """Root of everything that nbdist raises on purpose."""
+
+
+class NotStarted(NbdistError):
+    """There is no cluster in this kernel. `%dist_init` or `nbdist.start()` makes one."""
+
+
+class StartFailed(NbdistError):
+    """Engines, controller or supervisor did not come up in time. The message names which, and the last lines of its log."""
+
+
+class TargetError(NbdistError, ValueError):
+    """A selection of ranks that cannot be read, or that names a rank which the present world does not have."""
+
+
+class WrongState(NbdistError):
+    """The order makes sense, but not now; the message says what has to happen first."""
+
+
+class RecoveryFailed(NbdistError):
+    """The world could not be brought back, for instance because no engine survived."""
+
+
+class GroupGone(NbdistError, RuntimeError):
+    """A process group, mesh or wrapped model of an earlier generation was used. The message says how to make it again."""
+
+
+class RankError(NbdistError):
+    """What one rank raised in a cell.
+
+    Attributes:
+        rank: rank in the world in which the cell ran.
+        ename: class name of the engine's exception.
+        evalue: its text.
+        traceback: the engine's own formatted traceback, a list of lines.
+    """
+
+    def __init__(self, rank: int, ename: str, evalue: str, traceback: Sequence[str] = ()) -> None:
+        super().__init__(f"{ename}: {evalue}" if evalue else ename)
+        self.rank = rank
+        self.ename = ename
+        self.evalue = evalue
+        self.traceback = list(traceback)
+
+
+class CellFailed(NbdistError):
+    """A distributed cell failed on at least one rank.
+
+    Attributes:
+        errors: rank -> `RankError` or `EngineDied`, the cause first; ranks that were only released are not in it.
+        notes: further lines about the ranks that did not fail, for instance which were released from what.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        errors: Mapping[int, NbdistError] | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.errors: dict[int, NbdistError] = dict(errors or {})
+        self.notes = list(notes)
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this instead of the kernel's own frames: equal tracebacks once, the cause first."""
+        folded: dict[tuple[str, ...], list[int]] = {}
+        for rank, error in self.errors.items():
+            lines = error.traceback if isinstance(error, RankError) else [str(error)]
+            folded.setdefault(tuple(lines), []).append(rank)
+        out = [f"{type(self).__name__}: {self.args[0]}"]
+        for lines, ranks in folded.items():
+            out += ["", f"On {_ranks(ranks)}:", *lines]
+        return [*out, *([""] if self.notes else []), *self.notes]
+
+
+class EngineDied(CellFailed):
+    """An engine's process ended while a cell ran on it.
+
+    It is a `CellFailed` too: a cell that an engine's death ends raises the first such death, with `errors` holding all.
+
+    Attributes:
+        slot, rank: where.
+        signal: name of the signal that ended it ("SIGKILL"), or None.
+        exit_code: its exit code, or None where a signal ended it.
+        guess: likely cause in words.
+        last_lines: end of the slot's log.
+    """
+
+    def __init__(
+        self,
+        *,
+        slot: int,
+        rank: int,
+        pid: int | None = None,
+        signal: str | None = None,
+        exit_code: int | None = None,
+        guess: str = "",
+        last_lines: Sequence[str] = (),
+    ) -> None:
+        how = (
+            f"ended by {signal}"
+            if signal
+            else f"exited with code {exit_code}"
+            if exit_code is not None
+            else "ended"
+        )
+        text = f"rank {rank} (slot {slot}, pid {pid}) {how}"
+        if guess:
+            text += f"; {guess}"
+        if last_lines:
+            text += "\nLast lines of its output:\n" + "\n".join(f"  {line}" for line in last_lines)
+        super().__init__(text, {rank: self})
+        self.slot = slot
+        self.rank = rank
+        self.pid = pid
+        self.signal = signal
+        self.exit_code = exit_code
+        self.guess = guess
+        self.last_lines = list(last_lines)
+
+
+def guess_cause(signal: str | None) -> str:
+    """What most likely lies behind a signal, in words; empty where nothing can be said."""
+    return {
+        "SIGKILL": "killed from outside: often the system, out of memory",
+        "SIGSEGV": "a native extension read memory that is not its own; its stack is in the slot's log",
+        "SIGABRT": "a native library gave up; its message is in the slot's log",
+        "SIGTERM": "asked to end from outside",
+        "SIGBUS": "often /dev/shm or a mapped file that is full or was cut short",
+    }.get(signal or "", "")
+
+
+def named_error(kind: str, message: str) -> NbdistError:
+    """The error class called `kind`, or the root, with `message`: how an answer's error is raised in the kernel."""
+    for cls in (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed, GroupGone):
+        if cls.__name__ == kind:
+            return cls(message)
+    return NbdistError(message)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

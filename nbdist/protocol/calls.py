@@ -1,0 +1,20 @@
+"""Names of the engine functions that the kernel may invoke, as expressions that ipyparallel evaluates there. Pure.
+
+The kernel names them and never loads them (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+METADATA = "nbdist"
+"""Key of our part in the metadata of an execute request and in its reply."""
+
+
+def _function(name: str) -> str:
+    return f"__import__('nbdist.engine.entry', fromlist=['{name}']).{name}"
+
+
+PUSH = _function("push")
+"""(values: dict[str, bytes]) -> None: bind names."""
+
+PULL = _function("pull")
+"""(name: str, as_numpy: bool) -> bytes: a packed value; tensors on the CPU."""

@@ -1,0 +1,283 @@
+"""What kernel, supervisor and agents ask of one another, and the answers. Imperative names, frozen, tagged. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from nbdist.protocol.events import Incident
+from nbdist.protocol.ids import CellId, EngineId, Generation, Slot
+from nbdist.protocol.topology import Membership
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all orders and answers; the tag on the wire is the class name."""
+
+
+# ---- kernel -> supervisor
+
+
+class Attach(Order, frozen=True, kw_only=True):
+    """A kernel says hello, and wants to be told what changes. Sent again to a supervisor that took over."""
+
+    pid: int
+    open_cells: tuple[CellId, ...] = ()
+    """Cells that it has running."""
+
+
+class BeginCell(Order, frozen=True, kw_only=True):
+    """A cell or push is about to be sent. Answered with `CellAdmitted` once no membership change is under way."""
+
+    cell: CellId
+    code: str
+    """Source of the cell; empty for a push."""
+    values: dict[str, bytes] = {}
+    """A push: name -> pickled value. Opaque to the supervisor, kept for replay."""
+    ranks: tuple[int, ...] | None = None
+    """None: all."""
+    once: bool = False
+    """Not replayed to engines that join later."""
+
+
+class EndCell(Order, frozen=True, kw_only=True):
+    """A cell has ended in the kernel's view."""
+
+    cell: CellId
+    succeeded: bool
+    seconds: float
+
+
+class SignalEngines(Order, frozen=True, kw_only=True):
+    """Send a signal to engines. Answered when the exits are recorded (STOP: when it is delivered)."""
+
+    slots: tuple[Slot, ...]
+    signal: Literal["KILL", "TERM", "STOP"]
+
+
+class InterruptCell(Order, frozen=True, kw_only=True):
+    """The user wants a cell to end: KeyboardInterrupt where Python runs, a broken group where a collective waits."""
+
+    cell: CellId
+
+
+class Scale(Order, frozen=True, kw_only=True):
+    """Grow or shrink to `size` seats. Answered when the new world is formed."""
+
+    size: int
+
+
+class Ping(Order, frozen=True, kw_only=True):
+    """Answered with `Done`: the supervisor is alive."""
+
+
+class QueryView(Order, frozen=True, kw_only=True):
+    """Answered with the present `WorldView`."""
+
+
+class ReleaseSeats(Order, frozen=True, kw_only=True):
+    """Give seats that were given up for dying too often another try."""
+
+
+class Shutdown(Order, frozen=True, kw_only=True):
+    """End everything that this cluster started. Answered when it is gone, but for the supervisor itself."""
+
+
+KernelOrder = (
+    Attach
+    | BeginCell
+    | EndCell
+    | SignalEngines
+    | InterruptCell
+    | Scale
+    | Ping
+    | QueryView
+    | ReleaseSeats
+    | Shutdown
+)
+
+
+class Request(Order, frozen=True, kw_only=True):
+    """Envelope of an order that wants an answer; `number` 0 wants none."""
+
+    number: int
+    order: KernelOrder
+
+
+# ---- supervisor -> kernel
+
+
+class SeatView(msgspec.Struct, frozen=True, kw_only=True):
+    """One seat as the supervisor sees it."""
+
+    slot: Slot
+    rank: int | None
+    state: str
+    """empty, starting, replaying, ready, member, leaving, given up; busy and waiting are told by `activity`."""
+    engine_id: EngineId | None
+    pid: int | None
+    host: str
+    device: str
+    generation: Generation
+    rss_bytes: int
+    activity: str
+    not_restored: dict[str, str] = {}
+
+
+class WorldView(Order, frozen=True, kw_only=True):
+    """The world as it is now; sent to the kernel after every change."""
+
+    phase: str
+    """starting, forming, restoring, running, breaking, failed, ended."""
+    membership: Membership
+    seats: tuple[SeatView, ...]
+    size: int
+    """Seats that are wanted."""
+    num_formed: int
+    healthy: bool
+    """All wanted seats are members of a formed group."""
+    reason: str
+    """Why the world is not running, in words; empty where it is."""
+    incidents: tuple[Incident, ...]
+    notes: tuple[str, ...] = ()
+    """What the user should know about how this cluster runs, for instance that forking is not possible."""
+
+
+class CellAdmitted(Order, frozen=True, kw_only=True):
+    """Answer to `BeginCell`: run it on these members now."""
+
+    membership: Membership
+    ranks: tuple[int, ...]
+
+
+class Done(Order, frozen=True, kw_only=True):
+    """Answer to an order that has no other."""
+
+    text: str = ""
+
+
+class Refused(Order, frozen=True, kw_only=True):
+    """Answer: the order failed. `kind` is a class of `nbdist.errors`."""
+
+    kind: str
+    message: str
+
+
+class EngineLost(Order, frozen=True, kw_only=True):
+    """Told at once when an engine is gone, before anything is repaired."""
+
+    slot: Slot
+    rank: int | None
+    pid: int
+    signal: str | None
+    exit_code: int | None
+    guess: str
+    last_lines: tuple[str, ...]
+
+
+class RanksReleased(Order, frozen=True, kw_only=True):
+    """The group was broken while a cell ran; who waited in what."""
+
+    generation: Generation
+    waiting: dict[int, str]
+    """Rank -> words like `all_reduce, cell line 2`."""
+    reason: str
+
+
+class Answer(Order, frozen=True, kw_only=True):
+    """Envelope of an answer."""
+
+    number: int
+    body: WorldView | CellAdmitted | Done | Refused
+
+
+Notice = Answer | WorldView | EngineLost | RanksReleased
+"""What a kernel may receive."""
+
+
+# ---- supervisor -> agent
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One journal entry that a newcomer replays."""
+
+    cell: CellId
+    code: str
+    values: dict[str, bytes] = {}
+
+
+class ReplayJournal(Order, frozen=True, kw_only=True):
+    """Run these under the `fake` backend as `rank` of `world_size`, muted, then report `JournalReplayed`."""
+
+    entries: tuple[Entry, ...]
+    rank: int
+    world_size: int
+
+
+class BreakGroup(Order, frozen=True, kw_only=True):
+    """Leave the group of `generation`: cut now, destroy at the next boundary, report `GroupBroken`."""
+
+    generation: Generation
+    reason: str
+
+
+class FormGroup(Order, frozen=True, kw_only=True):
+    """Form the group of a membership: the same order to every member."""
+
+    membership: Membership
+    store_host: str
+    store_port: int
+
+
+class FingerprintNames(Order, frozen=True, kw_only=True):
+    """Report `NamesFingerprinted`."""
+
+    generation: Generation
+
+
+class OfferNames(Order, frozen=True, kw_only=True):
+    """Pack these names, report `NamesOffered`, and send the bytes over the group to `receivers` (ranks)."""
+
+    generation: Generation
+    names: tuple[str, ...]
+    receivers: tuple[int, ...]
+
+
+class ReceiveNames(Order, frozen=True, kw_only=True):
+    """Take `num_bytes` from `donor` (rank) over the group, check the digest, keep only `names`, report `NamesReceived`."""
+
+    generation: Generation
+    donor: int
+    sha256: str
+    num_bytes: int
+    names: tuple[str, ...]
+
+
+class AcknowledgeBeat(Order, frozen=True, kw_only=True):
+    """Renews the engine's lease; counted from the sending of beat `number`."""
+
+    number: int
+
+
+class InterruptMain(Order, frozen=True, kw_only=True):
+    """Raise KeyboardInterrupt in the main thread if it runs this cell."""
+
+    cell: CellId
+
+
+class EndEngine(Order, frozen=True, kw_only=True):
+    """Leave: scaled down, or the cluster shuts down."""
+
+
+AgentOrder = (
+    ReplayJournal
+    | BreakGroup
+    | FormGroup
+    | FingerprintNames
+    | OfferNames
+    | ReceiveNames
+    | AcknowledgeBeat
+    | InterruptMain
+    | EndEngine
+)
+"""What an agent may be ordered to do."""

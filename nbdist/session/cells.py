@@ -1,0 +1,361 @@
+"""Run a cell on ranks: ask the supervisor, send it through ipyparallel, gather outcomes, end it when an engine dies.
+
+Replies and output come in the ipyparallel client's thread, losses in the link's; both only note them under a lock. The
+caller's thread waits, shows, and decides when the cell is over.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from nbdist.errors import CellFailed, EngineDied, NbdistError, RankError, WrongState
+from nbdist.protocol import orders as od
+from nbdist.protocol import values
+from nbdist.protocol.calls import METADATA
+from nbdist.protocol.ids import CellId
+from nbdist.protocol.topology import Membership
+from nbdist.session.client import EngineClient
+from nbdist.session.link import Link
+from nbdist.session.outputs import CellResult, NotSent, Progress, RankOutput
+
+Watch = Callable[[Progress], None]
+
+SHOW_PERIOD_S = 0.1
+GRACE_AFTER_DEATH_S = 0.2
+"""How long a cell in which an engine died waits for the ranks that its death frees."""
+ADMISSION_LIMIT_S = 60.0
+KILL_NOTICE_S = 2.0
+KILL_AFTER_S = 5.0
+"""After an interrupt: when a kill of the ranks that go on is announced, and when it is done."""
+
+
+class CellRun:
+    """One cell, from its sending to its end."""
+
+    def __init__(self, cell: CellId, admitted: od.CellAdmitted) -> None:
+        self.cell = cell
+        self.membership: Membership = admitted.membership
+        self.ranks = admitted.ranks
+        self.outputs = {rank: RankOutput() for rank in self.ranks}
+        self._values: dict[int, dict[str, str]] = {}
+        self.errors: dict[int, NbdistError] = {}
+        self.waiting: dict[int, str] = {}
+        self.break_reason = ""
+        self.began = time.monotonic()
+        self.died_at: float | None = None
+        self.changed = threading.Condition()
+        self._replied: set[int] = set()
+        self._idle: set[int] = set()
+        self._is_dirty = True
+
+    # ---- called in other threads
+
+    def on_iopub(self, rank: int, message: dict[str, Any]) -> None:
+        """A message that the engine published while it ran the cell."""
+        kind, content, output = (
+            message["header"]["msg_type"],
+            message["content"],
+            self.outputs[rank],
+        )
+        with self.changed:
+            self._is_dirty = True
+            if kind == "stream":
+                output.add_text(content["name"], content["text"])
+            elif kind in ("display_data", "execute_result"):
+                is_result = kind == "execute_result"
+                output.add_rich(content["data"], content.get("metadata", {}), is_result=is_result)
+
+    def on_idle(self, rank: int, _future: Any) -> None:
+        """All that the engine published for the cell has come."""
+        with self.changed:
+            self._idle.add(rank)
+            self.changed.notify_all()
+
+    def on_reply(self, rank: int, future: Any) -> None:
+        """The engine's reply, or what ipyparallel made up where it found the engine gone."""
+        result = future.result()
+        with self.changed:
+            self._is_dirty = True
+            self._replied.add(rank)
+            if self.outputs[rank].state == "running":
+                self._take(rank, result)
+            self.changed.notify_all()
+
+    def on_lost(self, notice: od.EngineLost) -> None:
+        """An engine is gone."""
+        if notice.slot not in self.membership:
+            return
+        rank = int(self.membership.rank_of(notice.slot))
+        if rank not in self.outputs or self.membership.members[rank].pid != notice.pid:
+            return
+        with self.changed:
+            if self.outputs[rank].state == "running":
+                self._is_dirty = True
+                self.outputs[rank].state = "died"
+                self.died_at = self.died_at or time.monotonic()
+                self.errors[rank] = EngineDied(
+                    slot=notice.slot,
+                    rank=rank,
+                    pid=notice.pid,
+                    signal=notice.signal,
+                    exit_code=notice.exit_code,
+                    guess=notice.guess,
+                    last_lines=notice.last_lines,
+                )
+                self.changed.notify_all()
+
+    def on_released(self, notice: od.RanksReleased) -> None:
+        """The group was broken under the cell."""
+        if notice.generation == self.membership.generation:
+            with self.changed:
+                self.waiting, self.break_reason = dict(notice.waiting), notice.reason
+
+    def _take(self, rank: int, result: Any) -> None:
+        output = self.outputs[rank]
+        if isinstance(result, Exception):
+            info = (getattr(result, "engine_info", None) or {}).get(METADATA)
+            if info is None and type(result).__name__ == "EngineError":
+                self._replied.discard(
+                    rank
+                )  # ipyparallel saw it gone; the supervisor's notice says how
+                return
+            if info is not None and info["released"]:
+                output.state = "released"
+                return
+            output.state = "error"
+            ename = getattr(result, "ename", None) or type(result).__name__
+            evalue = getattr(result, "evalue", None) or ""
+            traceback = getattr(result, "traceback", None) or []
+            lines = traceback.splitlines() if isinstance(traceback, str) else traceback
+            self.errors[rank] = RankError(rank, ename, evalue, lines)
+            return
+        output.state = "ok"
+        ours = getattr(result, "_content", {}).get(METADATA, {})
+        self._values[rank] = ours
+
+    # ---- called in the caller's thread
+
+    def is_over(self, now: float) -> bool:
+        """Whether nothing more is to be waited for."""
+        if self.died_at is not None and now - self.died_at > GRACE_AFTER_DEATH_S:
+            return True
+        return all(
+            output.state == "died" or (rank in self._replied and rank in self._idle)
+            for rank, output in self.outputs.items()
+        )
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Ranks that have not ended."""
+        return tuple(rank for rank, output in self.outputs.items() if output.state == "running")
+
+    def progress(self, *, done: bool) -> Progress:
+        """A copy that nobody changes."""
+        ranks = {r: replace(o, items=[_copy(i) for i in o.items]) for r, o in self.outputs.items()}
+        seconds = time.monotonic() - self.began
+        return Progress(self.cell, ranks, done, self.membership.generation, seconds)
+
+    def take_dirty(self) -> bool:
+        """Whether there is something new to show since the last call."""
+        is_dirty, self._is_dirty = self._is_dirty, False
+        return is_dirty
+
+    def result(self) -> CellResult:
+        """What a cell that succeeded gave; raises `CellFailed` or `EngineDied` where it failed."""
+        died = [e for e in self.errors.values() if isinstance(e, EngineDied)]
+        notes = self._notes()
+        if died:
+            error: CellFailed = died[0]
+            error.errors = {e.rank: e for e in died} | {
+                r: e for r, e in self.errors.items() if e not in died
+            }
+            error.notes = notes
+            raise error
+        if self.errors or notes:
+            raise CellFailed(self._headline(), self.errors, notes)
+        texts = {rank: output.text for rank, output in self.outputs.items()}
+        found = {rank: _value(self._values.get(rank, {})) for rank in self.ranks}
+        return CellResult(texts, found, self.membership.generation, time.monotonic() - self.began)
+
+    def _headline(self) -> str:
+        if not self.errors:
+            return self.break_reason or "the group was broken"
+        first = next(iter(self.errors.values()))
+        ranks = ", ".join(map(str, self.errors))
+        return (
+            f"{first.args[0]} (rank {ranks})"
+            if len(self.errors) == 1
+            else f"{first.args[0]} (ranks {ranks})"
+        )
+
+    def _notes(self) -> list[str]:
+        released = [r for r, o in self.outputs.items() if o.state == "released"]
+        notes = [
+            f"rank {r} was released from {self.waiting.get(r, 'a collective')}" for r in released
+        ]
+        if self.died_at is not None:
+            notes += [f"rank {r} still runs the cell" for r in self.running]
+        return notes
+
+
+class Cells:
+    """Runs cells, and passes on what the link hears to those that run."""
+
+    def __init__(self, link: Link, client: EngineClient) -> None:
+        self._link, self._client = link, client
+        self._runs: dict[CellId, CellRun] = {}
+
+    def open_cells(self) -> list[CellId]:
+        """Cells that run now."""
+        return list(self._runs)
+
+    def on_notice(self, notice: od.EngineLost | od.RanksReleased) -> None:
+        """From the link's thread."""
+        for run in list(self._runs.values()):
+            if isinstance(notice, od.EngineLost):
+                run.on_lost(notice)
+            else:
+                run.on_released(notice)
+
+    def begin(
+        self,
+        code: str,
+        *,
+        ranks: tuple[int, ...] | None,
+        once: bool,
+        pushed: dict[str, bytes] | None = None,
+    ) -> CellRun:
+        """Enter a cell or push in the journal and learn on whom it runs; waits while the world changes."""
+        cell = CellId(secrets.token_hex(6))
+        order = od.BeginCell(cell=cell, code=code, ranks=ranks, once=once, values=pushed or {})
+        try:
+            run = CellRun(cell, self._link.ask(order, ADMISSION_LIMIT_S))
+        except TimeoutError:
+            self._link.say(od.EndCell(cell=cell, succeeded=False, seconds=0.0))
+            view = self._link.ask(od.QueryView(), 5.0)
+            text = f"the world is {view.phase} for {ADMISSION_LIMIT_S:g} s: {view.reason}. Look at %dist_status"
+            raise WrongState(text) from None
+        except BaseException:
+            self._link.say(od.EndCell(cell=cell, succeeded=False, seconds=0.0))
+            raise
+        self._runs[cell] = run
+        return run
+
+    def end(self, run: CellRun, *, succeeded: bool) -> None:
+        """A cell or push is over."""
+        self._runs.pop(run.cell, None)
+        seconds = time.monotonic() - run.began
+        self._link.say(od.EndCell(cell=run.cell, succeeded=succeeded, seconds=seconds))
+
+    def run(
+        self,
+        code: str,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        timeout: float | None = None,
+        once: bool = False,
+        watch: Watch | None = None,
+    ) -> CellResult:
+        """Run a cell to its end.
+
+        Args:
+            code: source; IPython syntax works.
+            ranks: where; None: everywhere, and on engines that join later.
+            timeout: seconds after which the cell is interrupted and fails; None: never.
+            once: not replayed to engines that join later.
+            watch: called now and then with what there is to show, and once at the end.
+
+        Raises:
+            CellFailed, EngineDied: it failed on a rank.
+            KeyboardInterrupt: the user interrupted it; the ranks were interrupted too.
+        """
+        run = self.begin(code, ranks=ranks, once=once)
+        succeeded = False
+        try:
+            self._send(run, code)
+            self._wait(run, timeout, watch)
+            result = run.result()
+            succeeded = True
+            return result
+        finally:
+            self.end(run, succeeded=succeeded)
+            if watch is not None:
+                watch(run.progress(done=True))
+
+    def _send(self, run: CellRun, code: str) -> None:
+        for rank in run.ranks:
+            future = self._client.execute(
+                run.membership.members[rank].engine_id,
+                code,
+                {METADATA: {"cell": run.cell}},
+                partial(self._hook, run, rank),
+            )
+            if future is not None:  # else the engine is gone, and the supervisor says how
+                future.add_done_callback(partial(run.on_reply, rank))
+
+    @staticmethod
+    def _hook(run: CellRun, rank: int, future: Any) -> None:
+        future.iopub_callbacks.append(partial(run.on_iopub, rank))
+        future.output.add_done_callback(partial(run.on_idle, rank))
+
+    def _wait(self, run: CellRun, timeout: float | None, watch: Watch | None) -> None:
+        next_show = time.monotonic() + SHOW_PERIOD_S
+        try:
+            while not run.is_over(now := time.monotonic()):
+                if timeout is not None and now - run.began > timeout:
+                    self._expire(run, timeout)
+                if watch is not None and now >= next_show and run.take_dirty():
+                    watch(run.progress(done=False))
+                    next_show = time.monotonic() + SHOW_PERIOD_S
+                with run.changed:
+                    if not run.is_over(time.monotonic()):
+                        run.changed.wait(0.05)
+        except KeyboardInterrupt:
+            self._interrupt(run)
+            raise
+
+    def _expire(self, run: CellRun, timeout: float) -> None:
+        ranks = ", ".join(map(str, run.running))
+        self._interrupt(run)
+        text = f"the cell ran longer than its limit of {timeout:g} s; still running then: ranks {ranks}"
+        raise CellFailed(text, run.errors)
+
+    def _interrupt(self, run: CellRun) -> None:
+        """KeyboardInterrupt where Python runs, a broken group where a collective waits; ranks that go on are ended."""
+        self._link.say(od.InterruptCell(cell=run.cell))
+        began, announced = time.monotonic(), False
+        while not run.is_over(now := time.monotonic()):
+            if now - began > KILL_NOTICE_S and not announced:
+                announced = True
+                run.outputs[run.running[0]].add_text(
+                    "stderr", self._announcement(run)
+                ) if run.running else None
+            if now - began > KILL_AFTER_S:
+                slots = tuple(run.membership.slots[r] for r in run.running)
+                self._link.say(od.SignalEngines(slots=slots, signal="KILL"))
+                return
+            with run.changed:
+                run.changed.wait(0.05)
+
+    @staticmethod
+    def _announcement(run: CellRun) -> str:
+        ranks = ", ".join(map(str, run.running))
+        return f"ranks {ranks} do not react to the interrupt and will be killed in {KILL_AFTER_S - KILL_NOTICE_S:g} s\n"
+
+
+def _copy(item: Any) -> Any:
+    return replace(item)
+
+
+def _value(ours: dict[str, str]) -> Any:
+    """The value of the last expression; unpacked here and not where it arrives, since a tensor's imports torch."""
+    if "value" in ours:
+        return values.unpack(base64.b64decode(ours["value"]))
+    return NotSent(ours["not_sent"]) if "not_sent" in ours else None

@@ -1,0 +1,457 @@
+"""The object behind `nbdist.start`: one cluster of engines, as the notebook holds it.
+
+Runs in the kernel; never imports torch. The supervisor decides and heals; this asks, waits and shows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from nbdist.config import ClusterConfig
+from nbdist.errors import (
+    NbdistError,
+    NotStarted,
+    RecoveryFailed,
+    StartFailed,
+    TargetError,
+    WrongState,
+)
+from nbdist.gpus import default_num_engines
+from nbdist.processes import end_processes
+from nbdist.protocol import calls, values
+from nbdist.protocol import orders as od
+from nbdist.protocol.events import Incident
+from nbdist.rundir import Owner, RunDir
+from nbdist.session.cells import Cells, Watch
+from nbdist.session.client import EngineClient
+from nbdist.session.link import Link
+from nbdist.session.outputs import CellResult
+
+SHUTDOWN_LIMIT_S = 8.0
+
+_current: Cluster | None = None
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One seat and the engine on it."""
+
+    rank: int | None
+    """Rank in the present group; None while it is in none."""
+    slot: int
+    state: str
+    generation: int
+    device: str
+    pid: int | None
+    host: str
+    memory_bytes: int
+    """Resident memory of the engine."""
+    step: int | None
+    samples_per_second: float | None
+    activity: str
+    """What its main thread does, where that is known."""
+    not_restored: dict[str, str]
+    """Name -> why it could not be brought back after a refill."""
+
+
+class Cluster:
+    """A running cluster. Made by `nbdist.start`; a context manager that shuts down at its end."""
+
+    def __init__(self, rundir: RunDir, config: ClusterConfig) -> None:
+        self.config = config
+        self._rundir = rundir
+        self._changed = threading.Condition()
+        self._view: od.WorldView | None = None
+        self._client = EngineClient(rundir.connection_file("client"))
+        self._warnings: list[str] = []
+        self._is_shut_down = False
+        self._link = Link(rundir, notice=self._hear, open_cells=lambda: self._cells.open_cells())
+        self._cells = Cells(self._link, self._client)
+
+    # ---- what it is
+
+    @property
+    def id(self) -> str:
+        """The cluster's name, as `nbdist ps` shows it."""
+        return self._rundir.cluster_id
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the present group."""
+        return self._seen.membership.world_size
+
+    @property
+    def generation(self) -> int:
+        """Number of the present group."""
+        return self._seen.membership.generation
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Every membership change so far, oldest first."""
+        return list(self._seen.incidents)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user should know about how this cluster runs."""
+        return [*self._seen.notes, *self._warnings]
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs: one file per slot, and one per process of ours."""
+        return self._rundir.log("x").parent
+
+    def status(self) -> list[RankStatus]:
+        """The seats now, in slot order."""
+        view = self._ask(od.QueryView(), 5.0)
+        return [_status(seat) for seat in view.seats]
+
+    # ---- cells and values
+
+    def run(
+        self,
+        code: str,
+        *,
+        ranks: int | Iterable[int] | None = None,
+        timeout: float | None = None,
+        once: bool = False,
+        watch: Watch | None = None,
+    ) -> CellResult:
+        """Run a cell on all ranks, or on some; returns when it has ended on all of them.
+
+        Args:
+            code: source; IPython syntax and `await` work.
+            ranks: which ranks; None: all, those that join later included.
+            timeout: seconds after which it is interrupted and fails; None: no limit.
+            once: do not replay it to engines that join later.
+            watch: called in this thread with what there is to show.
+
+        Raises:
+            CellFailed: it raised on a rank; `errors` holds the engine's errors by rank.
+            EngineDied: an engine ended while it ran (a `CellFailed` too).
+            TargetError: the present world has no such rank.
+            RecoveryFailed: no world is left to run it on.
+        """
+        chosen = self._chosen(ranks)
+        return self._cells.run(code, ranks=chosen, timeout=timeout, once=once, watch=watch)
+
+    def push(self, *, ranks: int | Iterable[int] | None = None, **named: Any) -> None:
+        """Bind names on the engines; engines that join later get them too. Raises what pickling a value raises."""
+        packed = {}
+        for name, value in named.items():
+            try:
+                packed[name] = values.pack(value)
+            except Exception as error:
+                text = (
+                    f"{name} (a {type(value).__name__}) cannot be sent: {error}. Nothing was sent"
+                )
+                raise TypeError(text) from error
+        run = self._cells.begin("", ranks=self._chosen(ranks), once=False, pushed=packed)
+        succeeded = False
+        try:
+            self._call(calls.PUSH, run.ranks, packed)
+            succeeded = True
+        finally:
+            self._cells.end(run, succeeded=succeeded)
+
+    def pull(
+        self, name: str, *, ranks: int | Iterable[int] | None = None, as_numpy: bool = False
+    ) -> dict[int, Any]:
+        """Values of a name by rank; tensors arrive on the CPU, or with `as_numpy` as numpy arrays.
+
+        Raises:
+            CellFailed: the name is not bound on a rank, or its value cannot be sent.
+        """
+        run = self._cells.begin("", ranks=self._chosen(ranks), once=True)
+        try:
+            packed = self._call(calls.PULL, run.ranks, name, as_numpy=as_numpy)
+        finally:
+            self._cells.end(run, succeeded=False)
+        return {rank: values.unpack(data) for rank, data in packed.items()}
+
+    def sync(self) -> None:
+        """Wait until all ranks have come to the same point."""
+        self.run("dist.barrier()", once=True)
+
+    # ---- faults and size
+
+    def kill(
+        self, ranks: int | Iterable[int], *, signal: Literal["KILL", "TERM", "STOP"] = "KILL"
+    ) -> None:
+        """Take engines down, to watch the recovery. Returns when the exits are recorded (STOP: when it is delivered)."""
+        if signal not in ("KILL", "TERM", "STOP"):
+            raise ValueError(f"signal={signal!r}: must be KILL, TERM or STOP")
+        chosen = self._chosen(ranks) or ()
+        membership = self._seen.membership
+        slots = tuple(membership.slots[r] for r in self._checked(chosen))
+        self._ask(od.SignalEngines(slots=slots, signal=signal), 30.0)
+
+    def scale(self, size: int) -> None:
+        """Grow or shrink to `size` engines; returns when the new world is formed.
+
+        Raises:
+            ValueError: fewer than one, or more than there are GPUs.
+            RecoveryFailed: the new engines cannot be started.
+        """
+        if size < 1:
+            raise ValueError(f"size={size}: at least 1")
+        cores = default_num_engines()
+        if size > max(cores, self.config.num_engines):
+            self._warnings.append(f"{size} engines share {cores} CPU cores or GPUs")
+        self._ask(od.Scale(size=size), self.config.start_timeout_s + 30.0)
+
+    def wait_healthy(self, timeout: float = 30.0, after: int | None = None) -> None:
+        """Wait until all seats are filled and the group is formed.
+
+        Args:
+            timeout: seconds.
+            after: a generation that must be passed.
+
+        Raises:
+            RecoveryFailed: it cannot become healthy.
+            TimeoutError: it did not in time; the message says what is missing.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                view = self._seen
+                if view.phase == "failed":
+                    raise RecoveryFailed(view.reason)
+                if view.healthy and (after is None or view.membership.generation > after):
+                    return
+                given_up = [s for s in view.seats if s.state == "given up"]
+                if given_up and view.phase == "running":
+                    raise RecoveryFailed(view.reason)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(_unhealthy(view, timeout, after))
+                self._changed.wait(0.1)
+
+    # ---- start and end
+
+    def bring_up(self) -> None:
+        """Start everything and wait for the first group; called once, by `start`."""
+        self._link.start()
+        deadline = time.monotonic() + self.config.start_timeout_s + 10.0
+        while not self._rundir.connection_file("client").exists():
+            self._check_start(deadline)
+        self._client.connect()
+        while self._view is None or self._view.phase != "running":
+            self._check_start(deadline)
+
+    def _check_start(self, deadline: float) -> None:
+        with self._changed:
+            self._changed.wait(0.02)
+        view = self._view
+        if view is not None and view.phase == "failed":
+            raise StartFailed(f"{view.reason}\n{self._log_ends()}")
+        if time.monotonic() > deadline:
+            phase = view.phase if view else "not answering"
+            raise StartFailed(
+                f"the cluster is {phase} after {self.config.start_timeout_s:g} s\n{self._log_ends()}"
+            )
+
+    def _log_ends(self, num_lines: int = 8) -> str:
+        parts = []
+        for path in sorted(self.logs.glob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()[-num_lines:]
+            if lines:
+                parts += [f"{path.name}:", *(f"  {line}" for line in lines)]
+        return "\n".join(parts)
+
+    def shutdown(self) -> None:
+        """End everything that this cluster started, and nothing else; bounded, whatever the engines do."""
+        global _current  # noqa: PLW0603 - one current cluster per kernel
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        if _current is self:
+            _current = None
+        atexit.unregister(self.shutdown)
+        try:
+            self._link.ask(od.Shutdown(), SHUTDOWN_LIMIT_S)
+        except (NbdistError, TimeoutError):
+            pass  # the supervisor is gone or stuck: what it would have ended is ended below
+        self._link.close()
+        end_processes(self._rundir.path, timeout_s=5.0)
+        self._client.close()
+        self._rundir.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        if self._is_shut_down:
+            return f"<nbdist cluster {self.id}, shut down>"
+        return f"<nbdist cluster {self.id}: {self.world_size} ranks, generation {self.generation}>"
+
+    # ---- inside
+
+    @property
+    def _seen(self) -> od.WorldView:
+        if self._view is None or self._is_shut_down:
+            raise NotStarted(
+                "this cluster is shut down; start one with %dist_init or nbdist.start()"
+            )
+        return self._view
+
+    def _hear(self, notice: Any) -> None:
+        """From the link's thread: store and return."""
+        if isinstance(notice, od.WorldView):
+            with self._changed:
+                self._view = notice
+                self._changed.notify_all()
+        else:
+            self._cells.on_notice(notice)
+
+    def _ask(self, order: od.KernelOrder, timeout: float) -> Any:
+        self._seen  # noqa: B018 - raises where the cluster is shut down
+        return self._link.ask(order, timeout)
+
+    def _chosen(self, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
+        if self._is_shut_down:
+            raise NotStarted(
+                "this cluster is shut down; start one with %dist_init or nbdist.start()"
+            )
+        if ranks is None:
+            return None
+        chosen = (ranks,) if isinstance(ranks, int) else tuple(sorted(set(ranks)))
+        if not chosen:
+            raise TargetError("no rank is chosen; leave ranks out for all of them")
+        return self._checked(chosen)
+
+    def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        for rank in ranks:
+            if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+                world = f"ranks 0-{self.world_size - 1}" if self.world_size else "no rank"
+                raise TargetError(f"rank {rank} is not in the present world ({world})")
+        return tuple(ranks)
+
+    def _call(
+        self, function: str, ranks: Sequence[int], *args: Any, **kwargs: Any
+    ) -> dict[int, Any]:
+        members = self._seen.membership.members
+        engines = {rank: members[rank].engine_id for rank in ranks}
+        return self._client.call(engines, function, *args, **kwargs)
+
+
+def start(
+    num_engines: int | None = None,
+    *,
+    profile: str | None = None,
+    threads_per_engine: int | None = None,
+    devices: Sequence[int] | None = None,
+    hosts: Sequence[str] = (),
+    **settings: Any,
+) -> Cluster:
+    """Start engines and form their group; returns when cells can run.
+
+    Args:
+        num_engines: how many; None: as many as `devices`, else GPUs, else CPU cores.
+        profile: a TOML file with settings in a table `[nbdist]`; arguments stand over it.
+        threads_per_engine: intra-op threads of an engine; None: cores divided by engines.
+        devices: GPU index of each slot.
+        hosts: hosts beside this one.
+        **settings: further fields of `nbdist.config.ClusterConfig`.
+
+    Raises:
+        WrongState: a cluster runs already in this kernel.
+        ValueError: a setting that makes no sense; names it, its value, and what is allowed.
+        StartFailed: something did not come up; names it and shows the end of its log.
+    """
+    global _current  # noqa: PLW0603 - one current cluster per kernel
+    if sys.platform == "win32":
+        raise StartFailed("nbdist does not run on Windows; in WSL it does")
+    if _current is not None:
+        raise WrongState(
+            f"cluster {_current.id} runs already; end it first: shutdown() or %dist_shutdown"
+        )
+    config = _config(num_engines, profile, threads_per_engine, devices, hosts, settings)
+    rundir = RunDir.create(config, Owner.this())
+    cluster = Cluster(rundir, config)
+    try:
+        cluster.bring_up()
+    except BaseException:
+        cluster.shutdown()
+        raise
+    atexit.register(cluster.shutdown)
+    _current = cluster
+    return cluster
+
+
+def current() -> Cluster:
+    """The cluster of this kernel; raises `NotStarted` where there is none."""
+    if _current is None:
+        raise NotStarted(
+            "no cluster runs in this kernel; start one with %dist_init or nbdist.start()"
+        )
+    return _current
+
+
+def _config(
+    num_engines: int | None,
+    profile: str | None,
+    threads_per_engine: int | None,
+    devices: Sequence[int] | None,
+    hosts: Sequence[str],
+    settings: dict[str, Any],
+) -> ClusterConfig:
+    given: dict[str, Any] = {}
+    if profile is not None:
+        try:
+            given |= tomllib.loads(Path(profile).read_text()).get("nbdist", {})
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"profile={profile!r} cannot be read: {error}") from error
+    given |= settings
+    if devices is not None:
+        given["devices"] = tuple(devices)
+    if hosts:
+        given["hosts"] = tuple(hosts)
+    if threads_per_engine is not None:
+        given["threads_per_engine"] = threads_per_engine
+    if num_engines is not None:
+        given["num_engines"] = num_engines
+    given.setdefault("num_engines", len(given.get("devices", ())) or default_num_engines())
+    return ClusterConfig.from_mapping(given)
+
+
+def _status(seat: od.SeatView) -> RankStatus:
+    return RankStatus(
+        rank=seat.rank,
+        slot=seat.slot,
+        state=seat.state,
+        generation=seat.generation,
+        device=seat.device,
+        pid=seat.pid,
+        host=seat.host,
+        memory_bytes=seat.rss_bytes,
+        step=None,
+        samples_per_second=None,
+        activity=seat.activity,
+        not_restored=dict(seat.not_restored),
+    )
+
+
+def _unhealthy(view: od.WorldView, timeout: float, after: int | None) -> str:
+    missing = [f"slot {s.slot} is {s.state}" for s in view.seats if s.state != "member"]
+    text = f"not healthy after {timeout:g} s: the world is {view.phase}"
+    if missing:
+        text += f", {'; '.join(missing)}"
+    if after is not None and view.membership.generation <= after:
+        text += f"; generation {view.membership.generation} has not passed {after}"
+    return text + (f" ({view.reason})" if view.reason else "")

@@ -1,0 +1,104 @@
+"""What ranks printed and showed in a cell, in order; and what a cell returned. No threads, no sockets.
+
+Filled by `session.cells` in the ipyparallel client's thread, read by whoever shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["running", "ok", "error", "died", "released"]
+"""How a rank's part of a cell stands. "released": it waited for a rank that failed, and was freed."""
+
+
+@dataclass
+class Text:
+    """Text of one stream; consecutive pieces of one stream are joined."""
+
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Rich:
+    """A display or the value of the last expression, as a MIME bundle."""
+
+    data: Mapping[str, Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_result: bool = False
+
+
+@dataclass
+class RankOutput:
+    """Everything one rank put out in one cell, in order."""
+
+    items: list[Text | Rich] = field(default_factory=list)
+    state: State = "running"
+
+    def add_text(self, stream: Literal["stdout", "stderr"], text: str) -> None:
+        """Append printed text."""
+        last = self.items[-1] if self.items else None
+        if isinstance(last, Text) and last.stream == stream:
+            last.text += text
+        else:
+            self.items.append(Text(stream, text))
+
+    def add_rich(
+        self, data: Mapping[str, Any], metadata: Mapping[str, Any], *, is_result: bool = False
+    ) -> None:
+        """Append a display or a result."""
+        self.items.append(Rich(data, metadata, is_result))
+
+    @property
+    def text(self) -> str:
+        """All that can be read as text: streams, and the plain form of displays and results, each on its own line."""
+        out = ""
+        for item in self.items:
+            if isinstance(item, Text):
+                out += item.text
+            else:
+                plain = str(item.data.get("text/plain", ""))
+                out += (
+                    ("" if not out or out.endswith("\n") else "\n")
+                    + plain
+                    + ("\n" if plain else "")
+                )
+        return out
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A cell as it stands now: what a display redraws."""
+
+    cell: str
+    ranks: Mapping[int, RankOutput]
+    done: bool
+    generation: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What a cell that succeeded on all its ranks gave.
+
+    Attributes:
+        outputs: rank -> everything it printed or showed, as text.
+        values: rank -> value of the cell's last expression (tensors on the CPU), None where it has none; `NotSent` where
+            it could not be sent, with the reason.
+        generation: the group in which it ran.
+        seconds: from sending to the last answer.
+    """
+
+    outputs: Mapping[int, str]
+    values: Mapping[int, Any]
+    generation: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NotSent:
+    """Stands for a value that stayed on its engine, and says why."""
+
+    reason: str

@@ -1,0 +1,64 @@
+"""ipyparallel's controller in a wrapper: all in one process, on loopback, with CURVE, and ended by the lease.
+
+`python -m nbdist.supervisor.controller RUNDIR`. The controller itself never ends when those who started it are gone; the
+lease's thread here sees to that. Heartbeats come often, so that an engine's registration is complete at once, and may be
+missed for long, so that ipyparallel never drops an engine before the supervisor has judged it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from nbdist.config import LOOPBACK, ClusterConfig
+from nbdist.rundir import Lease, RunDir
+
+PERIOD_MS = 100
+HANG_TIMEOUTS = 10
+"""ipyparallel may drop an engine after this many of our own hang timeouts, and never before."""
+
+
+def arguments(rundir: RunDir, config: ClusterConfig) -> list[str]:
+    """Command line of the controller."""
+    misses = max(600, int(HANG_TIMEOUTS * config.hang_timeout_s * 1000 / PERIOD_MS))
+    return [
+        f"--profile-dir={rundir.file('ipp')}",
+        f"--ip={LOOPBACK}",
+        f"--location={LOOPBACK}",
+        "--IPController.enable_curve=True",
+        "--IPController.use_threads=True",
+        "--IPController.broadcast_scheduler_depth=0",
+        "--IPController.reuse_files=False",
+        f"--HeartMonitor.period={PERIOD_MS}",
+        f"--HeartMonitor.max_heartmonitor_misses={misses}",
+        "--DictDB.record_limit=256",
+        "--DictDB.size_limit=67108864",
+        "--log-level=ERROR",
+    ]
+
+
+def end_with_lease(lease: Lease) -> None:
+    """End the process when nobody has renewed the lease."""
+    while not lease.has_run_out():
+        time.sleep(1.0)
+    os._exit(0)
+
+
+def main() -> None:
+    """Run the controller until it is told to end or the lease runs out."""
+    rundir = RunDir(Path(sys.argv[1]))
+    config, _, _ = rundir.read()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lease = Lease(rundir, config.lease_s)
+    threading.Thread(target=end_with_lease, args=(lease,), name="nbdist-lease", daemon=True).start()
+    from ipyparallel.controller.app import IPController
+
+    IPController.launch_instance(argv=arguments(rundir, config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Cells and membership changes exclude one another: which cells run, which wait. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nbdist.protocol.ids import CellId, Slot
+from nbdist.protocol.topology import Membership
+from nbdist.supervisor.instructions import AdmitCell, Instruction, RefuseCell
+
+RELEASE_AFTER_S = 0.2
+"""A wait for a rank whose cell has failed is broken when it lasts this long: one that others can still end does not."""
+
+
+@dataclass
+class WaitingCell:
+    """A `BeginCell` that waits for a membership change to end."""
+
+    cell: CellId
+    ranks: tuple[int, ...] | None
+
+
+@dataclass
+class Gate:
+    """The cells of one cluster."""
+
+    open: set[CellId] = field(default_factory=set)
+    waiting: list[WaitingCell] = field(default_factory=list)
+    failed: dict[CellId, dict[Slot, float]] = field(default_factory=dict)
+    """Open cell -> slots on which it raised, and when."""
+
+    def admit(self, membership: Membership) -> list[Instruction]:
+        """Let everything run that waits."""
+        out: list[Instruction] = []
+        for cell in self.waiting:
+            size = membership.world_size
+            ranks = tuple(range(size)) if cell.ranks is None else cell.ranks
+            missing = [r for r in ranks if not 0 <= r < size]
+            if missing:
+                world = f"the present world has ranks 0-{size - 1}"
+                out.append(RefuseCell(cell.cell, "TargetError", f"no rank {missing[0]}: {world}"))
+                continue
+            self.open.add(cell.cell)
+            out.append(AdmitCell(cell.cell, membership, ranks))
+        self.waiting = []
+        return out
+
+    def refuse(self, kind: str, message: str) -> list[Instruction]:
+        """Turn away everything that waits."""
+        out: list[Instruction] = [RefuseCell(c.cell, kind, message) for c in self.waiting]
+        self.waiting = []
+        return out
+
+    def end(self, cell: CellId) -> None:
+        """A cell is over."""
+        self.open.discard(cell)
+        self.failed.pop(cell, None)
+
+    def failed_on(self, cell: CellId, slot: Slot, now: float) -> None:
+        """A cell raised on one engine."""
+        if cell in self.open:
+            self.failed.setdefault(cell, {})[slot] = now
+
+    def stuck_since(self, cell: CellId | None, slot: Slot) -> float | None:
+        """When a rank failed that `slot`, which runs the same cell, may be waiting for; None where none has."""
+        failed = self.failed.get(cell, {}) if cell else {}
+        return None if slot in failed or not failed else min(failed.values())
+
+    def failed_slots(self, cell: CellId | None) -> set[Slot]:
+        """Where a cell raised."""
+        return set(self.failed.get(cell, {})) if cell else set()

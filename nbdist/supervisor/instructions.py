@@ -1,0 +1,78 @@
+"""What the state machine wants done: values that `loop` carries out. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nbdist.protocol.ids import CellId, Slot
+from nbdist.protocol.orders import AgentOrder, EngineLost, RanksReleased
+from nbdist.protocol.topology import Membership
+
+
+@dataclass(frozen=True)
+class StartEngine:
+    """Make a process for a seat."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True)
+class KillEngine:
+    """SIGKILL to a process; its exit will be reported."""
+
+    slot: Slot
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send an order to the agent on a slot."""
+
+    slot: Slot
+    order: AgentOrder
+
+
+@dataclass(frozen=True)
+class Form:
+    """Send `FormGroup` to every member, with the address of the store."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Send the journal from entry `since` on to a newcomer that will have this rank."""
+
+    slot: Slot
+    since: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class AdmitCell:
+    """Answer a `BeginCell`."""
+
+    cell: CellId
+    membership: Membership
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RefuseCell:
+    """Answer a `BeginCell` with an error."""
+
+    cell: CellId
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Tell the kernel at once."""
+
+    notice: EngineLost | RanksReleased = field()
+
+
+Instruction = StartEngine | KillEngine | Tell | Form | Replay | AdmitCell | RefuseCell | Notify

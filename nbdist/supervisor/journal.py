@@ -1,0 +1,84 @@
+"""Cells and pushes that an engine replays when it joins; kept on disk too, for a supervisor that takes over.
+
+An entry is kept when the cell succeeded, was not `once`, and did not run longer than the replay limit. The journal is
+bounded: the oldest entries go first, and how many went is counted (what all survivors hold alike is copied anyway).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from nbdist.protocol import wire
+from nbdist.protocol.ids import CellId, Slot
+from nbdist.protocol.orders import Entry
+
+MAX_ENTRIES = 5_000
+MAX_BYTES = 64_000_000
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry, and the slots it is for (None: every slot, later ones too)."""
+
+    entry: Entry
+    slots: tuple[Slot, ...] | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what it carries."""
+        return len(self.entry.code) + sum(len(v) for v in self.entry.values.values())
+
+
+class Journal:
+    """The journal of one cluster."""
+
+    def __init__(self, path: Path, replay_limit_s: float) -> None:
+        self._path = path
+        self._replay_limit_s = replay_limit_s
+        self._begun: dict[CellId, Line] = {}
+        self._lines: list[Line] = []
+        self.num_dropped = 0
+        self._num_bytes = 0
+        if path.exists():
+            self._read()
+
+    @property
+    def length(self) -> int:
+        """Entries so far, dropped ones included: a position in the journal."""
+        return self.num_dropped + len(self._lines)
+
+    def begin(self, entry: Entry, slots: tuple[Slot, ...] | None) -> None:
+        """A cell or push is being sent."""
+        self._begun[entry.cell] = Line(entry=entry, slots=slots)
+
+    def end(self, cell: CellId, *, succeeded: bool, seconds: float) -> None:
+        """It is over: kept if it can be replayed."""
+        line = self._begun.pop(cell, None)
+        if line is None or not succeeded or seconds > self._replay_limit_s:
+            return
+        with self._path.open("ab") as file:
+            body = wire.encode(line)
+            file.write(len(body).to_bytes(4, "big") + body)
+        self._keep(line)
+
+    def since(self, position: int, slot: Slot) -> tuple[Entry, ...]:
+        """Entries for `slot` from `position` on."""
+        lines = self._lines[max(0, position - self.num_dropped) :]
+        return tuple(line.entry for line in lines if line.slots is None or slot in line.slots)
+
+    def _keep(self, line: Line) -> None:
+        self._lines.append(line)
+        self._num_bytes += line.num_bytes
+        while len(self._lines) > MAX_ENTRIES or (self._num_bytes > MAX_BYTES and self._lines):
+            self._num_bytes -= self._lines.pop(0).num_bytes
+            self.num_dropped += 1
+
+    def _read(self) -> None:
+        data = self._path.read_bytes()
+        while len(data) >= 4:
+            end = 4 + int.from_bytes(data[:4], "big")
+            if len(data) < end:
+                break  # the writer was killed in the middle of it
+            self._keep(wire.decode(data[4:end], Line))
+            data = data[end:]

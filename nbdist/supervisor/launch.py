@@ -1,0 +1,128 @@
+"""Start, signal and stop engines, one per slot: through the zygote, or where fork is not possible as fresh processes.
+
+Everything started here gets a process session of its own, so that a signal to the notebook's process group reaches none
+of it. The supervisor's thread polls `fileno` and calls `read`; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nbdist.protocol import forks, wire
+from nbdist.protocol.ids import Slot
+from nbdist.processes import spawn
+from nbdist.rundir import RunDir, Surroundings
+
+
+@dataclass
+class Zygote:
+    """The supervisor's end of the zygote; also what stands in for it where it cannot fork."""
+
+    rundir: RunDir
+    process: subprocess.Popen[bytes] | None = None
+    store_port: int = 0
+    cannot_fork: str = ""
+    is_ready: bool = False
+    socket: socket.socket | None = None
+    buffer: bytearray = field(default_factory=bytearray)
+    own: dict[int, tuple[Slot, subprocess.Popen[bytes]]] = field(default_factory=dict)
+    """Engines that are our own children."""
+
+    def start(self) -> None:
+        """Start a zygote; `connect` until it answers."""
+        self.close()
+        self.rundir.file("zygote").unlink(missing_ok=True)
+        self.process = spawn(self.rundir, "nbdist.supervisor.zygote", "zygote")
+
+    def connect(self) -> bool:
+        """Try to reach a zygote, this supervisor's or its predecessor's; True once there is a connection."""
+        if self.socket is None and self.rundir.file("zygote").exists():
+            sock = socket.socket(socket.AF_UNIX)
+            try:
+                sock.connect(str(self.rundir.file("zygote")))
+            except OSError:
+                sock.close()
+                return False
+            self.socket, self.buffer = sock, bytearray()
+        return self.socket is not None
+
+    def fileno(self) -> int:
+        """For the poller."""
+        return self.socket.fileno() if self.socket else -1
+
+    def read(self) -> list[forks.FromZygote] | None:
+        """Messages that came; None where the zygote is gone."""
+        if self.socket is None:
+            return []
+        try:
+            data = self.socket.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return None
+        self.buffer += data
+        out: list[forks.FromZygote] = []
+        for frame in forks.split(self.buffer):
+            message = wire.decode(frame, forks.FromZygote)
+            if isinstance(message, forks.Ready):
+                self.store_port, self.cannot_fork = message.store_port, message.cannot_fork
+                self.is_ready = True
+            elif isinstance(message, forks.StoreMoved):
+                self.store_port = message.store_port
+            out.append(message)
+        return out
+
+    def start_engine(
+        self, slot: Slot, env: dict[str, str], num_threads: int
+    ) -> forks.Forked | None:
+        """Make an engine; where it is our own child its pid is known at once, else `Forked` comes by `read`."""
+        if not self.cannot_fork:
+            self._send(forks.Fork(slot=slot, env=env, num_threads=num_threads))
+            return None
+        around = self.rundir.read_surroundings()
+        around = Surroundings(cwd=around.cwd, path=around.path, env={**around.env, **env})
+        arguments = (str(slot), str(num_threads))
+        process = spawn(
+            self.rundir, "nbdist.engine", f"slot-{slot}", *arguments, surroundings=around
+        )
+        self.own[process.pid] = (slot, process)
+        return forks.Forked(slot=slot, pid=process.pid)
+
+    def own_exits(self) -> Iterator[forks.Exited]:
+        """Exits of engines that are our own children."""
+        for pid, (slot, process) in list(self.own.items()):
+            code = process.poll()
+            if code is not None:
+                del self.own[pid]
+                name = signal.Signals(-code).name if code < 0 else None
+                yield forks.Exited(
+                    slot=slot,
+                    pid=pid,
+                    signal=name,
+                    exit_code=None if name else code,
+                    at=time.monotonic(),
+                )
+
+    def signal(self, pid: int, number: int) -> None:
+        """Signal an engine: through its parent, who knows that the pid is still its child."""
+        if pid in self.own:
+            self.own[pid][1].send_signal(number)
+        else:
+            self._send(forks.Signal(pid=pid, signal=number))
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        if self.socket:
+            self.socket.close()
+        self.socket, self.is_ready = None, False
+
+    def _send(self, message: forks.Message) -> None:
+        if self.socket is None:
+            raise ConnectionError("the zygote is not connected")
+        self.socket.sendall(forks.pack(message))

@@ -1,0 +1,36 @@
+"""The append-only record from which a supervisor that takes over learns the world: JSON lines, the last whole one counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from nbdist.protocol.orders import WorldView
+
+
+class Ledger:
+    """The ledger of one cluster."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last = b""
+
+    def append(self, view: WorldView) -> None:
+        """Write down the world; a line equal to the last is left out."""
+        line = msgspec.json.encode(view)
+        if line != self._last:
+            with self._path.open("ab") as file:
+                file.write(line + b"\n")
+            self._last = line
+
+    def last(self) -> WorldView | None:
+        """The newest line that is whole; None where there is none."""
+        if not self._path.exists():
+            return None
+        for line in reversed(self._path.read_bytes().splitlines()):
+            try:
+                return msgspec.json.decode(line, type=WorldView)
+            except msgspec.DecodeError:
+                continue
+        return None

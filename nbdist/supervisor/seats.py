@@ -1,0 +1,66 @@
+"""Seats: what the state machine knows of each engine. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nbdist.protocol.events import Beat
+from nbdist.protocol.ids import EngineId, Slot
+from nbdist.protocol.topology import Member
+
+
+class SeatState(Enum):
+    """State of a seat."""
+
+    EMPTY = "empty"
+    STARTING = "starting"
+    REPLAYING = "replaying"
+    READY = "ready"
+    MEMBER = "member"
+    LEAVING = "leaving"
+    GIVEN_UP = "given up"
+
+
+@dataclass
+class Seat:
+    """One seat and the engine on it."""
+
+    slot: Slot
+    state: SeatState = SeatState.EMPTY
+    pid: int | None = None
+    engine_id: EngineId | None = None
+    host: str = ""
+    device: str = ""
+    restarts: int = 0
+    started_at: float = 0.0
+    is_holder: bool = False
+    """Whether its variables are the world's: it was in a group that ran."""
+    replayed: int = 0
+    """Journal entries that its engine has."""
+    is_late: bool = False
+    """It replays cells that ran while it came up; new cells wait for it."""
+    killed_why: str = ""
+    """Why a signal was sent to it, by the user or by us."""
+    ordered_at: float | None = None
+    """When the user ordered its end: the moment from which its detection is timed."""
+    last_end: str = ""
+    not_restored: dict[str, str] = field(default_factory=dict)
+    beat: Beat | None = None
+
+    def clear(self) -> None:
+        """The engine is gone."""
+        self.pid = self.engine_id = self.beat = None
+        self.replayed, self.is_holder, self.is_late = 0, False, False
+        self.killed_why, self.ordered_at = "", None
+
+    @property
+    def is_in_group(self) -> bool:
+        """Whether it belongs to the group of the present generation, formed or not."""
+        return self.state in (SeatState.MEMBER, SeatState.LEAVING)
+
+    def as_member(self) -> Member:
+        """Its entry in a membership."""
+        if self.engine_id is None or self.pid is None:
+            raise ValueError(f"slot {self.slot} has no registered engine")
+        return Member(slot=self.slot, engine_id=self.engine_id, pid=self.pid, host=self.host)

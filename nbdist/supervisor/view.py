@@ -1,0 +1,64 @@
+"""The world as the kernel is told it. Pure."""
+
+from __future__ import annotations
+
+from nbdist.protocol.orders import SeatView, WorldView
+from nbdist.supervisor.seats import Seat, SeatState
+from nbdist.supervisor.state import Machine, Phase
+
+
+def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:
+    """The world now; `with_beats`: with what changes all the time (memory, what main threads do)."""
+    formed = machine.phase is Phase.RUNNING
+    return WorldView(
+        phase=machine.phase.value,
+        membership=machine.membership,
+        seats=tuple(_seat(machine, s, with_beats) for _, s in sorted(machine.seats.items())),
+        size=machine.size,
+        num_formed=machine.membership.world_size if formed else 0,
+        healthy=machine.is_healthy,
+        reason=_reason(machine),
+        incidents=tuple(machine.story.incidents),
+    )
+
+
+def _seat(machine: Machine, seat: Seat, with_beats: bool) -> SeatView:
+    in_group = seat.is_in_group and seat.slot in machine.membership
+    beat = seat.beat if with_beats else None
+    activity = ""
+    if beat is not None and beat.waiting is not None:
+        activity = f"waits in {beat.waiting.operation}, {beat.waiting.line}"
+    elif beat is not None and beat.cell is not None:
+        activity = "runs a cell"
+    return SeatView(
+        slot=seat.slot,
+        rank=int(machine.membership.rank_of(seat.slot)) if in_group else None,
+        state=seat.state.value,
+        engine_id=seat.engine_id,
+        pid=seat.pid,
+        host=seat.host,
+        device=seat.device,
+        generation=machine.generation if in_group else type(machine.generation)(0),
+        rss_bytes=beat.rss_bytes if beat else 0,
+        activity=activity,
+        not_restored=dict(seat.not_restored),
+    )
+
+
+def _reason(machine: Machine) -> str:
+    if machine.phase is Phase.FAILED:
+        return machine.why_failed
+    if machine.phase is Phase.BREAKING and machine.awaited:
+        awaited = sorted(machine.awaited)
+        busy = "; ".join(
+            f"slot {s} is busy"
+            + (f" ({b.waiting.line})" if (b := machine.seats[s].beat) and b.waiting else "")
+            for s in awaited
+        )
+        return f"{machine.reason}; waiting for members to leave the old group: {busy}"
+    given_up = [s for s in machine.seats.values() if s.state is SeatState.GIVEN_UP]
+    if given_up:
+        return "; ".join(
+            f"slot {s.slot} was given up: {s.not_restored['(the seat)']}" for s in given_up
+        )
+    return machine.reason

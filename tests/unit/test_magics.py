@@ -1,0 +1,514 @@
+"""The magics on a cluster that only takes notes, and what importing nbdist does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+import nbdist
+from nbdist import errors
+from nbdist.frontend import magics
+from nbdist.session.outputs import CellResult, Progress, RankOutput
+
+LINE_MAGICS = {
+    "dist_init", "dist_kill", "dist_pull", "dist_push", "dist_reset", "dist_scale",
+    "dist_shutdown", "dist_status", "sync",
+}  # fmt: skip
+START_DEFAULTS = {
+    "devices": None, "backend": "auto", "launcher": "local", "hosts": [], "policy": "refill",
+    "keep": False,
+}  # fmt: skip
+
+
+class FakeCluster:
+    """Notes the calls; its ranks print `hi`."""
+
+    def __init__(self):
+        self.world_size = 4
+        self.generation = 1
+        self.incidents = []
+        self.warnings = []
+        self.calls = []
+        self.error = None
+
+    def run(self, code, *, ranks=None, timeout=None, once=False, watch=None):
+        self.calls.append(("run", code, ranks, timeout, once))
+        outputs = {rank: RankOutput() for rank in ranks or range(self.world_size)}
+        for output in outputs.values():
+            output.add_text("stdout", "hi\n")
+            output.state = "error" if self.error else "ok"
+        watch(Progress("c", outputs, done=True, generation=1, seconds=0.1))
+        if self.error:
+            raise self.error
+        return CellResult(dict.fromkeys(outputs, "hi\n"), dict.fromkeys(outputs), 1, 0.1)
+
+    def push(self, *, ranks=None, **values):
+        self.calls.append(("push", ranks, values))
+
+    def pull(self, name, *, ranks=None):
+        self.calls.append(("pull", name, ranks))
+        return {rank: rank * 10 for rank in ranks or range(self.world_size)}
+
+    def kill(self, ranks, *, signal="KILL"):
+        self.calls.append(("kill", ranks, signal))
+
+    def scale(self, size):
+        self.calls.append(("scale", size))
+        self.world_size, self.generation = size, self.generation + 1
+        self.warnings.append("more engines than cores")
+
+    def sync(self):
+        self.calls.append(("sync",))
+
+    def shutdown(self):
+        self.calls.append(("shutdown",))
+        if self.error:
+            raise self.error
+
+    def status(self):
+        one = {
+            "state": "member", "generation": 1, "device": "cpu", "pid": 5, "host": "here",
+            "memory_bytes": 0, "step": None, "samples_per_second": None, "activity": "",
+            "not_restored": {"opt": "why"},
+        }  # fmt: skip
+        return [SimpleNamespace(rank=n, slot=n, **one) for n in range(self.world_size)]
+
+
+@pytest.fixture(scope="module")
+def bare_shell(tmp_path_factory):
+    """An IPython shell without a front end, taken down afterwards."""
+    config = Config({"HistoryManager": {"enabled": False}})
+    folder = str(tmp_path_factory.mktemp("ipython"))
+    shell = InteractiveShell.instance(config=config, ipython_dir=folder)
+    yield shell
+    shell.restore_sys_module_state()
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture(autouse=True)
+def published(bare_shell, monkeypatch):
+    """Everything that is displayed."""
+    publisher = CapturingDisplayPublisher()
+    monkeypatch.setattr(bare_shell, "display_pub", publisher)
+    return publisher.outputs
+
+
+@pytest.fixture(autouse=True)
+def session(monkeypatch):
+    """The session as the magics see it: nothing runs; `start` makes a FakeCluster."""
+    fake = SimpleNamespace(cluster=None, started=[], error=None)
+
+    def start(num_engines=None, **options):
+        fake.started.append((num_engines, options))
+        if fake.error:
+            raise fake.error
+        fake.cluster = FakeCluster()
+        fake.cluster.warnings = ["fork is not possible"]
+        return fake.cluster
+
+    def current():
+        if fake.cluster is None:
+            raise errors.NotStarted("no cluster runs; start one with %dist_init")
+        return fake.cluster
+
+    monkeypatch.setattr(magics, "session", SimpleNamespace(start=start, current=current))
+    return fake
+
+
+@pytest.fixture
+def shell(bare_shell):
+    """The shell with the magics loaded; they and its variables are gone afterwards."""
+    known = dict(bare_shell.user_ns)
+    nbdist.load_ipython_extension(bare_shell)
+    yield bare_shell
+    nbdist.unload_ipython_extension(bare_shell)
+    bare_shell.user_ns.clear()
+    bare_shell.user_ns.update(known)
+
+
+@pytest.fixture
+def cluster(session):
+    """A cluster of four ranks that runs."""
+    session.cluster = FakeCluster()
+    return session.cluster
+
+
+def run(shell, cell):
+    """Run a cell and raise what it raised."""
+    shell.run_cell(cell).raise_error()
+
+
+def registered(shell, kind):
+    return set(shell.magics_manager.magics[kind])
+
+
+# ---- loading
+
+
+def test_loading_adds_exactly_the_magics_there_are(shell):
+    """What comes later is not registered yet."""
+    names = {
+        name for name in registered(shell, "line") if name.startswith("dist") or name == "sync"
+    }
+    assert names == LINE_MAGICS
+    assert {name for name in registered(shell, "cell") if name[:4] in {"dist", "rank"}} == {
+        "distributed"
+    }
+
+
+def test_unloading_leaves_nothing_behind(bare_shell):
+    """Magics and the reading of %%rank are gone; loading twice adds the latter once."""
+    lines, cells = registered(bare_shell, "line"), registered(bare_shell, "cell")
+    transformers = list(bare_shell.input_transformers_cleanup)
+    nbdist.load_ipython_extension(bare_shell)
+    nbdist.load_ipython_extension(bare_shell)
+    assert len(bare_shell.input_transformers_cleanup) == len(transformers) + 1
+    nbdist.unload_ipython_extension(bare_shell)
+    assert bare_shell.input_transformers_cleanup == transformers
+    assert (registered(bare_shell, "line"), registered(bare_shell, "cell")) == (lines, cells)
+    assert bare_shell.run_cell("%%rank[0]\nx").error_in_exec.__class__ is UsageError
+
+
+@pytest.mark.parametrize("name", sorted([*LINE_MAGICS, "distributed"]))
+def test_every_magic_has_its_docstring_as_help(name):
+    """The help says what the magic does, in a sentence, and has a word on every argument."""
+    method = getattr(magics.DistMagics, name)
+    usage, _, rest = method.__doc__.strip().removeprefix("::").strip().partition("\n\n")
+    assert usage.startswith(f"%{name}")
+    assert "." in rest.split("\n\n")[0]
+    assert all(action.help for action in method.parser._actions)
+
+
+# ---- %dist_init, %dist_status, and the end
+
+
+def test_init_starts_with_the_defaults_and_lists_the_ranks(shell, session, capsys):
+    """Without arguments the session decides; its warnings are shown below the table."""
+    run(shell, "%dist_init")
+    assert session.started == [(None, START_DEFAULTS)]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rank", "slot", "device"]
+    assert [line.split() for line in lines[1:5]] == [[str(n), str(n), "cpu"] for n in range(4)]
+    assert lines[5:] == ["Warning: fork is not possible"]
+
+
+def test_init_passes_every_option_on(shell, session, capsys):
+    """Each option of the magic is the keyword of `start`, quoted or not."""
+    run(
+        shell,
+        "%dist_init -n 3 -g '0,1,3' --backend nccl --launcher ssh --hosts \"a, b\" "
+        "--policy shrink --keep -v",
+    )
+    expected = {
+        "devices": [0, 1, 3], "backend": "nccl", "launcher": "ssh", "hosts": ["a", "b"],
+        "policy": "shrink", "keep": True,
+    }  # fmt: skip
+    assert session.started == [(3, expected)]
+    assert capsys.readouterr().out.split()[:5] == ["rank", "slot", "device", "host", "pid"]
+
+
+def test_init_twice_says_so_and_changes_nothing(shell, session, cluster, capsys):
+    """The second call starts nothing, whatever its options."""
+    run(shell, "%dist_init -n 2")
+    assert session.started == []
+    assert cluster.calls == []
+    assert capsys.readouterr().out.startswith("Already running: ranks 0-3, generation 1.\n")
+
+
+def test_a_setting_that_the_session_refuses_is_a_usage_error(shell, session):
+    """The session's words are shown, without our frames; its own errors stay what they are."""
+    session.error = ValueError("policy='wait' is not there yet; use refill or shrink")
+    with pytest.raises(UsageError, match="not there yet"):
+        run(shell, "%dist_init --policy wait")
+    session.error = errors.TargetError("of the session")
+    with pytest.raises(errors.TargetError, match="of the session"):
+        run(shell, "%dist_init")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_status_shows_ranks_and_what_was_not_restored(shell, capsys):
+    """One row a rank, then a line for each name that a rank lacks."""
+    run(shell, "%dist_status")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9
+    assert lines[5] == "Not restored on rank 0: opt (why)"
+
+
+def test_shutdown_and_reset_end_the_cluster(shell, cluster):
+    """Both shut down what runs."""
+    run(shell, "%dist_shutdown")
+    run(shell, "%dist_reset")
+    assert cluster.calls == [("shutdown",), ("shutdown",)]
+
+
+def test_reset_is_fine_without_a_cluster_or_with_a_broken_one(shell, session, capsys):
+    """It says what it found instead of failing."""
+    run(shell, "%dist_reset")
+    assert capsys.readouterr().out == "No cluster runs.\n"
+    session.cluster = FakeCluster()
+    session.cluster.error = errors.WrongState("the supervisor is gone")
+    run(shell, "%dist_reset")
+    assert "the supervisor is gone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["%sync", "%dist_status", "%dist_shutdown", "%dist_kill 0", "%dist_scale 2", "%dist_pull q",
+     "%dist_push one", "%%distributed\n1", "%%rank[0]\n1"],
+)  # fmt: skip
+def test_without_a_cluster_the_error_names_the_magic_that_starts_one(shell, cell):
+    """Everything but %dist_init and %dist_reset needs a cluster."""
+    shell.user_ns["one"] = 1
+    with pytest.raises(errors.NotStarted, match="%dist_init"):
+        run(shell, cell)
+
+
+# ---- cells
+
+
+@pytest.mark.parametrize(
+    ("first", "ranks", "timeout", "once"),
+    [
+        ("%%distributed", None, None, False),
+        ("%%distributed -r all", None, None, False),
+        ("%%distributed -r 0,2 -t 1.5 --once", (0, 2), 1.5, True),
+        ("%%distributed --ranks '1 - 2'", (1, 2), None, False),
+        ("%%rank[0,2-3]", (0, 2, 3), None, False),
+        ("%%rank[ !2 ] --once -t 5", (0, 1, 3), 5.0, True),
+        ("%%rank[-2:]", (2, 3), None, False),
+        ("%%rank[all]", None, None, False),
+    ],
+)
+def test_both_cell_magics_hand_over_ranks_and_options(shell, cluster, first, ranks, timeout, once):
+    """The session gets the untransformed source and what the first line asks for."""
+    run(shell, f"{first}\nawait x\n!ls\n")
+    assert cluster.calls == [("run", "await x\n!ls\n", ranks, timeout, once)]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_other_cells_are_left_alone(shell):
+    """Only a first line that begins with %%rank[ is rewritten."""
+    for lines in ([], ["x = '%%rank[0]'\n"], ["x\n", "%%rank[0]\n"], ["%%ranks[0]\n"]):
+        assert magics.rewrite_rank_cell(lines) == lines
+    run(shell, "kept = '''\n%%rank[0]\n'''")
+    assert shell.user_ns["kept"] == "\n%%rank[0]\n"
+
+
+def test_a_cell_may_be_blank_or_nested(shell, cluster):
+    """A body of blank lines runs; a distributed cell inside another magic's cell does too."""
+    run(shell, "%%distributed\n\n")
+    run(shell, "%%capture\n%%rank[1]\nx")
+    assert [call[1:3] for call in cluster.calls] == [("\n", None), ("x\n", (1,))]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_output_is_shown_folded(shell, published):
+    """Without a kernel the cell has one display, at its end."""
+    run(shell, "%%distributed\nprint('hi')")
+    assert [one["data"] for one in published] == [{"text/plain": "[ranks 0-3]\nhi"}]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_result_is_stored_on_demand(shell):
+    """-o names the variable of this notebook; without it nothing is stored."""
+    run(shell, "%%distributed -o got\n1")
+    assert shell.user_ns["got"].outputs == dict.fromkeys(range(4), "hi\n")
+
+
+def test_a_failing_cell_fails_here_and_shows_its_output_before(shell, cluster, published):
+    """The session's error goes through, so that every front end sees a failed cell."""
+    cluster.error = errors.CellFailed("failed on rank 1", {1: errors.RankError(1, "E", "e")})
+    with pytest.raises(errors.CellFailed, match="failed on rank 1"):
+        run(shell, "%%distributed -o got\nboom()")
+    assert "got" not in shell.user_ns
+    assert published[0]["data"]["text/plain"] == "[ranks 0-3, failed]\nhi"
+
+
+def test_an_interrupt_goes_through(shell, cluster):
+    """Stop ends the cell with the KeyboardInterrupt that the session raises."""
+    cluster.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run(shell, "%%distributed\nwhile True: pass")
+
+
+@pytest.mark.parametrize("body", ["for:\n  pass", "x = (", "return 1", "def f(:", "!ls\nx ="])
+def test_a_syntax_error_is_found_before_anything_is_sent(shell, cluster, body):
+    """It is one SyntaxError, raised here."""
+    with pytest.raises(SyntaxError):
+        run(shell, f"%%distributed\n{body}")
+    assert cluster.calls == []
+
+
+@pytest.mark.parametrize(
+    "body", ["await f()", "async with a: pass", "%time x", "%%time\nx", "!ls", "f?", "'\\d'"]
+)
+def test_what_ipython_understands_is_sent(shell, cluster, body, recwarn):
+    """IPython's syntax passes the check, as written; warnings about it come from the engines."""
+    run(shell, f"%%distributed\n{body}")
+    assert cluster.calls[0][1] == f"{body}\n"
+    assert not recwarn.list
+
+
+# ---- values and faults
+
+
+def test_push_sends_the_named_variables(shell, cluster, capsys):
+    """Several names are one push, to all ranks or those named."""
+    shell.user_ns.update(a=1, b=[2])
+    run(shell, "%dist_push a b")
+    run(shell, "%dist_push a -r 0,2")
+    assert cluster.calls == [("push", None, {"a": 1, "b": [2]}), ("push", (0, 2), {"a": 1})]
+    assert capsys.readouterr().out == "Pushed a, b to ranks 0-3.\nPushed a to ranks 0,2.\n"
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("%dist_pull got", {0: 0, 1: 10, 2: 20, 3: 30}),
+        ("%dist_pull got -r 1,2", {1: 10, 2: 20}),
+        ("%dist_pull got -r 2", 20),
+        ("%dist_pull got -r all", {0: 0, 1: 10, 2: 20, 3: 30}),
+    ],
+)
+def test_pull_gives_a_dict_or_the_value_of_one_named_rank(shell, line, value):
+    """One named rank gives its value; everything else a dict by rank."""
+    run(shell, line)
+    assert shell.user_ns["got"] == value
+
+
+def test_pull_does_not_overwrite_unless_forced(shell, cluster):
+    """A variable of the notebook survives, and nothing is fetched, without -f."""
+    shell.user_ns["mine"] = "old"
+    with pytest.raises(UsageError, match="'mine' already; -f overwrites"):
+        run(shell, "%dist_pull mine")
+    assert (shell.user_ns["mine"], cluster.calls) == ("old", [])
+    run(shell, "%dist_pull mine -r 3 -f")
+    assert shell.user_ns["mine"] == 30
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "signal"),
+    [
+        ("%dist_kill 2", (2,), "KILL"),
+        ("%dist_kill 0 3", (0, 3), "KILL"),
+        ("%dist_kill 0, 2-3 --signal STOP", (0, 2, 3), "STOP"),
+        ("%dist_kill !0 --signal TERM", (1, 2, 3), "TERM"),
+    ],
+)
+def test_kill_takes_any_selection_and_a_signal(shell, cluster, capsys, line, ranks, signal):
+    """Ranks may be several words; KILL is the default."""
+    run(shell, line)
+    assert cluster.calls == [("kill", ranks, signal)]
+    assert capsys.readouterr().out.startswith(f"Sent {signal} to rank")
+
+
+def test_scale_shows_the_new_world_and_what_is_new_to_warn_of(shell, cluster, capsys):
+    """Warnings that were shown before are not repeated."""
+    cluster.warnings = ["old"]
+    run(shell, "%dist_scale 6")
+    assert cluster.calls == [("scale", 6)]
+    out = capsys.readouterr().out
+    assert out == "Running: ranks 0-5, generation 2.\nWarning: more engines than cores\n"
+
+
+def test_sync_is_a_barrier(shell, cluster, capsys):
+    """It says who passed."""
+    run(shell, "%sync")
+    assert cluster.calls == [("sync",)]
+    assert capsys.readouterr().out == "Barrier passed by ranks 0-3.\n"
+
+
+# ---- wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("cell", "error", "words"),
+    [
+        ("%dist_init -n 0", UsageError, "0 is not a whole number of at least 1"),
+        ("%dist_init -n x", UsageError, "x is not a whole number"),
+        ("%dist_init -g 0,x", UsageError, "not a list of device numbers"),
+        ("%dist_init --backend mpi", UsageError, "invalid choice: 'mpi'"),
+        ("%dist_init --policy hope", UsageError, "invalid choice: 'hope'"),
+        ("%dist_init four", UsageError, "unrecognized arguments: four"),
+        ("%dist_status now", UsageError, "unrecognized arguments: now"),
+        ("%dist_scale 0", UsageError, "0 is not a whole number"),
+        ("%dist_scale", UsageError, "required: N"),
+        ("%dist_kill", UsageError, "required: RANK"),
+        ("%dist_kill 4", errors.TargetError, "no rank 4"),
+        ("%dist_kill 0 --signal HUP", UsageError, "invalid choice: 'HUP'"),
+        ("%dist_push", UsageError, "required: NAME"),
+        ("%dist_push nowhere", UsageError, "no variable 'nowhere'"),
+        ("%dist_push ranks", UsageError, "'ranks' cannot be pushed"),
+        ("%dist_push a.b", UsageError, "a.b is not a name"),
+        ("%dist_pull for", UsageError, "for is not a name"),
+        ("%dist_pull x -r 0,9", errors.TargetError, "no rank 9"),
+        ("%%distributed -t 0\n1", UsageError, "0 is not a number of seconds above 0"),
+        ("%%distributed -t soon\n1", UsageError, "soon is not a number of seconds"),
+        ("%%distributed -o 1x\n1", UsageError, "1x is not a name"),
+        ("%%distributed -r 'x\n1", UsageError, "no closing quotation"),
+        ("%%distributed -r 7\n1", errors.TargetError, "no rank 7"),
+        ("%%distributed --async\n1", errors.WrongState, "--async is not there yet"),
+        ("%%rank[]\n1", errors.TargetError, "cannot read ''"),
+        ("%%rank[0\n1", errors.TargetError, r"cannot read '\[0'"),
+        ('%%rank["0"]\n1', errors.TargetError, "cannot read"),
+        ("%%rank[0] -q\n1", UsageError, "unrecognized arguments: -q"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_sent(
+    shell, session, cluster, cell, error, words
+):
+    """The message says what is wrong, and the session is not called."""
+    shell.user_ns["ranks"] = 1
+    if "dist_init" in cell:
+        session.cluster = None
+    with pytest.raises(error, match=words):
+        run(shell, cell)
+    assert (cluster.calls, session.started) == ([], [])
+
+
+# ---- the package
+
+
+def test_importing_nbdist_does_nothing():
+    """No heavy module, thread or logger comes with it, and no session."""
+    code = (
+        "import sys, json, threading; before = set(sys.modules); import nbdist; nbdist.CellFailed; "
+        "print(json.dumps([sorted(set(sys.modules) - before), threading.active_count()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, num_threads = json.loads(done.stdout)
+    ours = {name for name in loaded if name.split(".")[0] == "nbdist"}
+    assert ours == {"nbdist", "nbdist._version", "nbdist.errors"}
+    heavy = {"torch", "zmq", "ipyparallel", "IPython", "numpy", "asyncio", "logging", "socket"}
+    assert {name.split(".")[0] for name in loaded} & heavy == set()
+    assert num_threads == 1
+
+
+def test_public_names_are_all_there():
+    """Every name of __all__ can be had, and every error class is among them."""
+    for name in nbdist.__all__:
+        assert getattr(nbdist, name) is not None
+    classes = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+    assert classes <= set(nbdist.__all__) <= set(dir(nbdist))
+    assert nbdist.CellResult is CellResult
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        nbdist.nothing  # noqa: B018
+
+
+def test_windows_is_refused_with_a_sentence(bare_shell, monkeypatch):
+    """Neither the magics nor `start` come up there."""
+    monkeypatch.delitem(vars(nbdist), "start", raising=False)
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(errors.StartFailed, match="does not run on Windows; use Linux"):
+        nbdist.load_ipython_extension(bare_shell)
+    with pytest.raises(errors.StartFailed, match="does not run on Windows; use Linux"):
+        nbdist.start(2)
