@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import socket
+import sys
 from typing import Any
 
 import ipyparallel.engine.app as engine_app
@@ -89,6 +90,7 @@ class Engine:
             case od.ReplayJournal():
                 await self._replay(order)
             case od.BreakGroup(generation=generation):
+                self._forget_errors()
                 self._groups.destroy()
                 self._agent.tell(
                     ev.GroupBroken(slot=self._slot, pid=os.getpid(), generation=generation)
@@ -223,6 +225,13 @@ class Engine:
 
     # ---- helpers
 
+    def _forget_errors(self) -> None:
+        """IPython keeps the last error, and its frames keep the group that is to be destroyed."""
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+            if hasattr(sys, name):
+                delattr(sys, name)
+        self._shell.InteractiveTB.tb = None
+
     @property
     def _backend(self) -> str:
         if self._config.backend != "auto":
@@ -298,6 +307,7 @@ def main(rundir: RunDir, slot: int, num_threads: int) -> int:
             "--IPEngine.timeout=20",
             "--IPEngine.out_stream_factory=nbdist.engine.output.LoggedStream",
             "--HistoryManager.enabled=False",
+            "--InteractiveShell.cache_size=0",
             "--log-level=ERROR",
         ]
     )

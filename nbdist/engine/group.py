@@ -9,10 +9,12 @@ These three names are torch's own; a test holds that they exist, and `install` r
 from __future__ import annotations
 
 import datetime
+import gc
 import inspect
 import logging
 import os
 import re
+import threading
 import weakref
 from typing import Any
 
@@ -33,6 +35,7 @@ NAMES_PER_GENERATION = 1_000_000
 """torch names groups by a counter; each generation starts at its own multiple, so that no name comes twice."""
 
 log = logging.getLogger(__name__)
+_TRANSPORT = re.compile(r"gloo/|Connection (closed|reset) by")
 _UNRESOLVED = re.compile(r"[Cc]ould not resolve the process group.*?(\d+)")
 
 
@@ -44,6 +47,7 @@ class Groups:
         self.is_cuttable = True
         self.cut_generation = 0
         """Newest generation that was cut."""
+        self._was_cut = threading.Event()
         self._forming_own = False
         self._refs: list[sockets.SocketRef] = []
         self._gone: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -60,6 +64,7 @@ class Groups:
             self._store = dist.TCPStore(*address, None, False, FORM_TIMEOUT, wait_for_workers=False)
             self._store_at = address
         self.generation, self.is_cuttable, self._refs = membership.generation, True, []
+        self._was_cut.clear()
         distributed_c10d._world.group_count = membership.generation * NAMES_PER_GENERATION
         self._forming_own = True
         try:
@@ -83,6 +88,12 @@ class Groups:
         if generation == self.generation:
             self.cut_generation = generation
             sockets.cut(list(self._refs))
+            self._was_cut.set()
+
+    def wait_cut(self, timeout_s: float) -> bool:
+        """Whether the present group has been cut, or is within the time."""
+        self._was_cut.wait(timeout_s)
+        return self.cut_generation == self.generation
 
     def destroy(self) -> None:
         """Leave all groups, the user's own too. Must be over before the next group is formed."""
@@ -92,6 +103,10 @@ class Groups:
         rebind.detach_all()
         sockets.cut(self._refs)
         dist.destroy_process_group()
+        if any(map(sockets.is_open, self._refs)):
+            gc.collect()  # an error's frames hold the group in a cycle; what was imported before the fork is not looked at
+        if any(map(sockets.is_open, self._refs)):
+            log.info("something still refers to the group of generation %s", self.generation)
         self._refs = []
 
     # ---- what is wrapped in torch
@@ -159,13 +174,7 @@ class Groups:
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Whether an error came out of torch's communication rather than out of the user's code."""
-    if isinstance(error, GroupGone):
+    """Whether an error says that a group is broken: any later use of it fails as well (gloo's own rule)."""
+    if isinstance(error, (GroupGone, dist.DistError)):
         return True
-    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
-        return False
-    traceback = error.__traceback__
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    home = os.path.dirname(torch.__file__)  # noqa: PTH120 - compared with a code object's file name
-    return traceback.tb_frame.f_code.co_filename.startswith(home)
+    return isinstance(error, RuntimeError) and _TRANSPORT.search(str(error)) is not None

@@ -6,6 +6,8 @@ Runs in the main thread. Cells of other ipyparallel clients pass through untouch
 from __future__ import annotations
 
 import base64
+import os
+from traceback import clear_frames
 from typing import Any
 
 from ipyparallel.engine.kernel import IPythonParallelKernel
@@ -17,8 +19,10 @@ from nbdist.errors import GroupGone
 from nbdist.protocol import events as ev
 from nbdist.protocol import values
 from nbdist.protocol.calls import METADATA
-from nbdist.protocol.ids import CellId, Slot
+from nbdist.protocol.ids import CellId, Generation, Slot
 
+CUT_LIMIT_S = 1.0
+"""How long a failed collective waits for the group's cut before it is shown as an error of its own."""
 MAX_VALUE_BYTES = 1_000_000
 """The value of a cell's last expression travels with the reply up to this size."""
 
@@ -33,6 +37,7 @@ class CellKernel(IPythonParallelKernel):
     def bind(self, slot: Slot, agent: Agent, groups: Groups) -> None:
         """Give it what it reports to."""
         self.slot, self.agent, self.groups = slot, agent, groups
+        self.shell.set_custom_exc((RuntimeError,), self._show_error)
 
     async def do_execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell. The reply has our part under `METADATA`, in `engine_info` where the cell failed."""
@@ -40,6 +45,8 @@ class CellKernel(IPythonParallelKernel):
         if cell is None or self.agent is None or self.groups is None:
             return dict(await super().do_execute(*args, **kwargs))
         generation = self.groups.generation
+        # An engine's history has no reader, would keep every result, and formats errors twice.
+        kwargs["store_history"] = False
         self.agent.cell = CellId(cell)
         try:
             reply = dict(await super().do_execute(*args, **kwargs))
@@ -51,13 +58,40 @@ class CellKernel(IPythonParallelKernel):
             reply[METADATA] = _value(result.result if result is not None else None)
             return reply
         error = (result.error_before_exec or result.error_in_exec) if result is not None else None
-        released = self.groups.cut_generation == generation and is_communication_error(error)
+        released = generation == self.groups.generation and self._is_released(error)
         reply.setdefault("engine_info", {})[METADATA] = {"released": released}
         if error is not None:
             self._explain(reply, error)
         if not released:
             self.agent.tell(ev.CellFailedOnRank(slot=self.slot, cell=CellId(cell)))
         return reply
+
+    def _is_released(self, error: BaseException | None) -> bool:
+        """Whether an error only says that this rank waited in a group that was cut.
+
+        The neighbour of a rank that died hears of it before anybody else: then the supervisor is told, and the cut waited
+        for. A group in which a collective failed is of no use any more, whatever the cause.
+        """
+        if self.groups is None or self.agent is None or not is_communication_error(error):
+            return False
+        if self.groups.cut_generation != self.groups.generation:
+            generation = Generation(self.groups.generation)
+            self.agent.tell(
+                ev.CollectiveFailed(
+                    slot=self.slot, pid=os.getpid(), generation=generation, error=str(error)
+                )
+            )
+        return self.groups.wait_cut(CUT_LIMIT_S)
+
+    def _show_error(
+        self, shell: Any, kind: Any, error: Any, traceback: Any, tb_offset: int | None = None
+    ) -> None:
+        """IPython's way of showing an error, but for one that is a mere consequence: formatting it costs 0.1 s and more."""
+        if self._is_released(error):
+            clear_frames(traceback)  # they hold the group, in a cycle with IPython's own frame
+            shell._last_traceback = [f"{kind.__name__}: {error}"]  # noqa: SLF001 - what the reply takes it from
+        else:
+            shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
 
     def _explain(self, reply: dict[str, Any], error: BaseException) -> None:
         """Say `GroupGone` where native code could only say that it does not know a group."""

@@ -127,6 +127,14 @@ def cut(refs: Iterable[SocketRef]) -> int:
     return count
 
 
+def is_open(ref: SocketRef) -> bool:
+    """Whether a socket of ours is still that very one."""
+    try:
+        return os.fstat(ref.fd).st_ino == ref.inode
+    except OSError:
+        return False
+
+
 def close_on_exec(refs: Iterable[SocketRef]) -> None:
     """Programs that this process starts must not inherit them: peers would not notice its death while such a child lives."""
     for ref in refs:

@@ -155,6 +155,15 @@ class NamesReceived(Event, frozen=True, kw_only=True):
     failed: dict[str, str]
 
 
+class CollectiveFailed(Event, frozen=True, kw_only=True):
+    """A collective failed on one member: the group is of no use to anybody any more."""
+
+    slot: Slot
+    pid: int
+    generation: Generation
+    error: str
+
+
 class CellFailedOnRank(Event, frozen=True, kw_only=True):
     """A cell raised on one engine; others that wait for it in a collective have to be released."""
 
@@ -172,6 +181,7 @@ AgentEvent = (
     | NamesFingerprinted
     | NamesOffered
     | NamesReceived
+    | CollectiveFailed
     | CellFailedOnRank
 )
 """What an engine's agent may send."""

@@ -121,7 +121,7 @@ class CellRun:
         output = self.outputs[rank]
         if isinstance(result, Exception):
             info = (getattr(result, "engine_info", None) or {}).get(METADATA)
-            if info is None and type(result).__name__ == "EngineError":
+            if info is None and getattr(result, "ename", None) == "EngineError":
                 self._replied.discard(
                     rank
                 )  # ipyparallel saw it gone; the supervisor's notice says how

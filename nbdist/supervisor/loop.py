@@ -186,6 +186,9 @@ class Loop:
                 machine.offered(event)
             case ev.NamesReceived():
                 machine.received(event, now)
+            case ev.CollectiveFailed():
+                self._look_at_processes(now)
+                machine.collective_failed(event, now)
             case ev.CellFailedOnRank():
                 machine.gate.failed_on(event.cell, event.slot, now)
 

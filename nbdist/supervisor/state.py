@@ -298,6 +298,12 @@ class Machine:
         self.handover.awaited.discard(event.slot)
         self._go_on(now)
 
+    def collective_failed(self, event: ev.CollectiveFailed, now: float) -> None:
+        """A group in which a collective failed is of no use: everybody leaves it, and the next one is formed."""
+        if self.phase is Phase.RUNNING and event.generation == self.generation:
+            rank = self.membership.rank_of(event.slot)
+            self._break(f"a collective failed on rank {rank}: {event.error}", now)
+
     def _break(self, reason: str, now: float) -> None:
         if self.phase is Phase.FAILED:
             return
