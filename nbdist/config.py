@@ -93,7 +93,9 @@ class ClusterConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
-        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        tuples: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
         return cls(**tuples)
 
 

@@ -26,6 +26,10 @@ __all__ = [
 class NbdistError(Exception):
     """Root of everything that nbdist raises on purpose."""
 
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows the message alone: our own frames say nothing to who made the mistake."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class NotStarted(NbdistError):
     """There is no cluster in this kernel. `%dist_init` or `nbdist.start()` makes one."""
@@ -91,11 +95,12 @@ class CellFailed(NbdistError):
         """IPython shows this instead of the kernel's own frames: equal tracebacks once, the cause first."""
         folded: dict[tuple[str, ...], list[int]] = {}
         for rank, error in self.errors.items():
-            lines = error.traceback if isinstance(error, RankError) else [str(error)]
-            folded.setdefault(tuple(lines), []).append(rank)
+            if error is not self:
+                lines = error.traceback if isinstance(error, RankError) else [str(error)]
+                folded.setdefault(tuple(lines), []).append(rank)
         out = [f"{type(self).__name__}: {self.args[0]}"]
-        for lines, ranks in folded.items():
-            out += ["", f"On {_ranks(ranks)}:", *lines]
+        for traceback, ranks in folded.items():
+            out += ["", f"On {_ranks(ranks)}:", *traceback]
         return [*out, *([""] if self.notes else []), *self.notes]
 
 

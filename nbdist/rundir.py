@@ -145,13 +145,8 @@ class RunDir:
     @classmethod
     def create(cls, config: ClusterConfig, owner: Owner) -> RunDir:
         """Make the directory of a new cluster, its keys in it."""
-        for _ in range(8):
-            path = runtime_root() / secrets.token_hex(4)
-            try:
-                path.mkdir(mode=0o700)
-                break
-            except FileExistsError:
-                continue
+        path = runtime_root() / secrets.token_hex(4)
+        path.mkdir(mode=0o700)
         self = cls(path)
         (path / "logs").mkdir(mode=0o700)
         self.renew_lease()

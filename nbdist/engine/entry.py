@@ -49,6 +49,12 @@ class EngineApp(engine_app.IPEngine):  # type: ignore[misc]
     rundir: RunDir
     slot: Slot
 
+    def redirect_output(self, iopub_socket: Any) -> None:
+        """As ipyparallel's, without its stray print of each log handler."""
+        handlers, self.log.handlers = self.log.handlers, []
+        super().redirect_output(iopub_socket)
+        self.log.handlers = handlers
+
     async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
         """Registered: start the agent."""
         await super().complete_registration(*args, **kwargs)
@@ -66,6 +72,7 @@ class Engine:
         self._hidden = set(self._shell.user_ns)
         self._slot = app.slot
         self._config, _, _ = app.rundir.read()
+        self._replayed = 0
         self._groups = Groups()
         self._groups.install()
         self._device = torch.device("cuda:0" if torch.cuda.device_count() else "cpu")
@@ -82,7 +89,7 @@ class Engine:
     def start(self) -> None:
         """Say hello."""
         self._bind_names(rank=0, world_size=1)
-        self._agent.start(self._hello(replayed=False))
+        self._agent.start(self._hello())
 
     async def handle(self, order: od.AgentOrder) -> None:
         """Carry out an order in the main thread, between cells."""
@@ -149,7 +156,7 @@ class Engine:
             )
             return
         self._bind_names(rank=rank, world_size=membership.world_size)
-        self._agent.hello = self._hello(replayed=True)
+        self._agent.hello = self._hello()
         self._agent.tell(
             ev.GroupFormed(
                 slot=self._slot,
@@ -170,7 +177,8 @@ class Engine:
                     failed += await self._replay_one(entry)
                 self._shell.display_pub.unregister_hook(_drop)
             self._groups.destroy()
-        self._agent.hello = self._hello(replayed=True)
+        self._replayed = order.until
+        self._agent.hello = self._hello()
         self._agent.tell(ev.JournalReplayed(slot=self._slot, pid=os.getpid(), failed=tuple(failed)))
 
     async def _replay_one(self, entry: od.Entry) -> list[str]:
@@ -238,7 +246,7 @@ class Engine:
             return self._config.backend
         return "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
 
-    def _hello(self, *, replayed: bool) -> ev.EngineHello:
+    def _hello(self) -> ev.EngineHello:
         return ev.EngineHello(
             slot=self._slot,
             pid=os.getpid(),
@@ -246,7 +254,7 @@ class Engine:
             host=socket.gethostname(),
             generation=Generation(self._groups.generation),
             device=str(self._device),
-            replayed=replayed,
+            replayed=self._replayed,
         )
 
     def _bind_names(self, *, rank: int, world_size: int) -> None:

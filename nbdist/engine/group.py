@@ -135,7 +135,7 @@ class Groups:
                 raise GroupGone(self._advice("process group"))
             return bool(not_in_group(group))
 
-        def resolve_process_group(name: str) -> Any:
+        def resolve_process_group(name: Any) -> Any:
             try:
                 return resolve(name)
             except RuntimeError as error:
@@ -175,6 +175,8 @@ class Groups:
 
 def is_communication_error(error: BaseException | None) -> bool:
     """Whether an error says that a group is broken: any later use of it fails as well (gloo's own rule)."""
-    if isinstance(error, (GroupGone, dist.DistError)):
+    if isinstance(error, GroupGone):
+        return False
+    if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _TRANSPORT.search(str(error)) is not None

@@ -27,7 +27,7 @@ MAX_VALUE_BYTES = 1_000_000
 """The value of a cell's last expression travels with the reply up to this size."""
 
 
-class CellKernel(IPythonParallelKernel):
+class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
     """Kernel of one engine; `bind` gives it its parts before the first cell."""
 
     agent: Agent | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -96,7 +96,7 @@ def to_cpu(value: Any) -> Any:
     return value
 
 
-def _has_state(value: Any) -> bool:
+def _has_state(value: Any) -> TypeGuard[torch.nn.Module]:
     return isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) or (
         isinstance(value, torch.optim.lr_scheduler.LRScheduler)
     )

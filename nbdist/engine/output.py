@@ -18,7 +18,7 @@ def open_log() -> TextIO:
     return _log
 
 
-class LoggedStream(OutStream):  # type: ignore[misc]
+class LoggedStream(OutStream):
     """A stream of the kernel's that also writes to the log."""
 
     def __init__(self, session: Any, pub_thread: Any, name: str, **kwargs: Any) -> None:

@@ -51,8 +51,8 @@ class EngineHello(Event, frozen=True, kw_only=True):
     generation: Generation
     """The generation whose group it is in; 0 for a newcomer. A replaced supervisor learns the present group from it."""
     device: str
-    replayed: bool
-    """Whether the journal was replayed to it already."""
+    replayed: int
+    """Journal entries that it has."""
 
 
 class EngineExited(Event, frozen=True, kw_only=True):

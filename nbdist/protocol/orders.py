@@ -210,6 +210,8 @@ class ReplayJournal(Order, frozen=True, kw_only=True):
     """Run these under the `fake` backend as `rank` of `world_size`, muted, then report `JournalReplayed`."""
 
     entries: tuple[Entry, ...]
+    until: int
+    """Position in the journal that is reached by it."""
     rank: int
     world_size: int
 

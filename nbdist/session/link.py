@@ -96,8 +96,11 @@ class Link:
         return body
 
     def say(self, order: od.KernelOrder) -> None:
-        """Send an order that wants no answer; never waits."""
-        self._put(od.Request(number=0, order=order))
+        """Send an order whose answer nobody waits for; a supervisor that takes over is told it again."""
+        request = od.Request(number=next(self._numbers), order=order)
+        with self._lock:
+            self._pending[request.number] = (request, Future())
+        self._put(request)
 
     def close(self) -> None:
         """End the thread; the supervisor is ended by an order, not here. Safe to call twice."""
@@ -202,7 +205,7 @@ class Link:
             if isinstance(notice.body, od.WorldView):
                 self._notice(notice.body)
             with self._lock:
-                _, future = self._pending.get(notice.number, (None, None))
+                _, future = self._pending.pop(notice.number, (None, None))
             if future is not None:
                 _resolve(future, notice.body)
 

@@ -7,6 +7,7 @@ missed for long, so that ipyparallel never drops an engine before the supervisor
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 from nbdist.config import LOOPBACK, ClusterConfig
 from nbdist.rundir import Lease, RunDir
 
+PR_SET_PDEATHSIG = 1
+"""prctl(2)."""
 PERIOD_MS = 100
 HANG_TIMEOUTS = 10
 """ipyparallel may drop an engine after this many of our own hang timeouts, and never before."""
@@ -42,10 +45,16 @@ def arguments(rundir: RunDir, config: ClusterConfig) -> list[str]:
 
 
 def end_with_lease(lease: Lease) -> None:
-    """End the process when nobody has renewed the lease."""
+    """End the process, and the one that the controller forks for its heartbeats, when nobody has renewed the lease."""
     while not lease.has_run_out():
         time.sleep(1.0)
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """In a forked child: be killed when the parent is gone, however that ends (Linux; elsewhere the lease must do)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
@@ -55,7 +64,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lease = Lease(rundir, config.lease_s)
     threading.Thread(target=end_with_lease, args=(lease,), name="nbdist-lease", daemon=True).start()
-    from ipyparallel.controller.app import IPController
+    os.register_at_fork(after_in_child=end_with_parent)
+    from ipyparallel.controller.app import IPController  # noqa: PLC0415 - the lease is watched first
 
     IPController.launch_instance(argv=arguments(rundir, config))
 

@@ -66,6 +66,7 @@ class Desk:
             case od.EndCell():
                 self._loop.journal.end(order.cell, succeeded=order.succeeded, seconds=order.seconds)
                 machine.end_cell(order.cell, self._loop.journal.length, now)
+                self._answer(waiter, od.Done())
             case od.InterruptCell():
                 machine.interrupt(order.cell, now)
                 self._answer(waiter, od.Done())

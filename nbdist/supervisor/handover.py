@@ -15,6 +15,10 @@ REPLICATED = ("module:", "optimizer:", "ddp:")
 only these, and names that the newcomer lacks, are copied."""
 
 
+IMPORTED = "import:"
+"""A module that only some survivors have imported is nobody's state."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Names that go to each newcomer, and what cannot be settled."""
@@ -68,7 +72,8 @@ class Handover:
                     names.append(name)
                 else:
                     unsettled[name] = "differs from the only survivor's; kept as the replay made it"
-            missing = {n for d in held for n in d} - set(common) - set(mine)
+            missing = {n for d in held for n in d if not d[n].startswith(IMPORTED)}
+            missing -= {*common, *mine}
             unsettled |= dict.fromkeys(
                 sorted(missing), "differs between the survivors, and the replay did not make it"
             )

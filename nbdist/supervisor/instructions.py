@@ -46,6 +46,7 @@ class Replay:
 
     slot: Slot
     since: int
+    until: int
     rank: int
     world_size: int
 

@@ -18,8 +18,8 @@ MAX_ENTRIES = 5_000
 MAX_BYTES = 64_000_000
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry, and the slots it is for (None: every slot, later ones too)."""
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A cell or push was sent, for these slots (None: every slot, later ones too)."""
 
     entry: Entry
     slots: tuple[Slot, ...] | None
@@ -30,14 +30,20 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.entry.code) + sum(len(v) for v in self.entry.values.values())
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It ended well, and is replayed to newcomers."""
+
+    cell: CellId
+
+
 class Journal:
     """The journal of one cluster."""
 
     def __init__(self, path: Path, replay_limit_s: float) -> None:
         self._path = path
         self._replay_limit_s = replay_limit_s
-        self._begun: dict[CellId, Line] = {}
-        self._lines: list[Line] = []
+        self._begun: dict[CellId, Begun] = {}
+        self._lines: list[Begun] = []
         self.num_dropped = 0
         self._num_bytes = 0
         if path.exists():
@@ -50,16 +56,16 @@ class Journal:
 
     def begin(self, entry: Entry, slots: tuple[Slot, ...] | None) -> None:
         """A cell or push is being sent."""
-        self._begun[entry.cell] = Line(entry=entry, slots=slots)
+        line = Begun(entry=entry, slots=slots)
+        self._begun[entry.cell] = line
+        self._append(line)
 
     def end(self, cell: CellId, *, succeeded: bool, seconds: float) -> None:
         """It is over: kept if it can be replayed."""
         line = self._begun.pop(cell, None)
         if line is None or not succeeded or seconds > self._replay_limit_s:
             return
-        with self._path.open("ab") as file:
-            body = wire.encode(line)
-            file.write(len(body).to_bytes(4, "big") + body)
+        self._append(Kept(cell=cell))
         self._keep(line)
 
     def since(self, position: int, slot: Slot) -> tuple[Entry, ...]:
@@ -67,7 +73,12 @@ class Journal:
         lines = self._lines[max(0, position - self.num_dropped) :]
         return tuple(line.entry for line in lines if line.slots is None or slot in line.slots)
 
-    def _keep(self, line: Line) -> None:
+    def _append(self, line: Begun | Kept) -> None:
+        body = wire.encode(line)
+        with self._path.open("ab") as file:
+            file.write(len(body).to_bytes(4, "big") + body)
+
+    def _keep(self, line: Begun) -> None:
         self._lines.append(line)
         self._num_bytes += line.num_bytes
         while len(self._lines) > MAX_ENTRIES or (self._num_bytes > MAX_BYTES and self._lines):
@@ -80,5 +91,9 @@ class Journal:
             end = 4 + int.from_bytes(data[:4], "big")
             if len(data) < end:
                 break  # the writer was killed in the middle of it
-            self._keep(wire.decode(data[4:end], Line))
+            line = wire.decode(data[4:end], Begun | Kept)
+            if isinstance(line, Begun):
+                self._begun[line.entry.cell] = line
+            elif line.cell in self._begun:
+                self._keep(self._begun.pop(line.cell))
             data = data[end:]

@@ -60,7 +60,9 @@ class Zygote:
         if self.socket is None:
             return []
         try:
-            data = self.socket.recv(65536)
+            data = self.socket.recv(65536, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
         except OSError:
             data = b""
         if not data:

@@ -202,6 +202,10 @@ class Loop:
             match message:
                 case forks.Ready():
                     self.machine.adopt({c.pid: c.slot for c in message.children})
+                    seats = self.machine.seats
+                    self.to_start = [
+                        s for s in self.to_start if s in seats and seats[s].pid is None
+                    ]
                     if message.cannot_fork:
                         log.warning("engines are started without fork: %s", message.cannot_fork)
                 case forks.Forked():
@@ -312,6 +316,7 @@ class Loop:
                 and watch.is_hung(seen, now)
             ):
                 state = "stopped" if seen.is_stopped else "without any progress"
+                seat.ordered_at = watch.last_progress
                 self.machine.kill(seat, f"hung: {state} for {self.config.hang_timeout_s:g} s")
 
     def _watch(self, pid: int, now: float) -> HangWatch:
@@ -343,9 +348,14 @@ class Loop:
                 )
                 for slot in membership.slots:
                     self.tell(slot, order)
-            case do.Replay(slot, since, rank, world_size):
-                entries = self.journal.since(since, slot)
-                self.tell(slot, od.ReplayJournal(entries=entries, rank=rank, world_size=world_size))
+            case do.Replay(slot, since, until, rank, world_size):
+                order = od.ReplayJournal(
+                    entries=self.journal.since(since, slot),
+                    until=until,
+                    rank=rank,
+                    world_size=world_size,
+                )
+                self.tell(slot, order)
             case do.AdmitCell(cell, membership, ranks):
                 self.desk.admitted(cell, od.CellAdmitted(membership=membership, ranks=ranks))
             case do.RefuseCell(cell, kind, message):

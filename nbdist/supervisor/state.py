@@ -142,6 +142,7 @@ class Machine:
         seat.pid, seat.engine_id, seat.host = event.pid, event.engine_id, event.host
         seat.device = event.device
         if seat.state is SeatState.STARTING:
+            seat.replayed = event.replayed
             self._replay(seat)
         elif event.slot in self.awaited and self.phase is Phase.BREAKING:
             self._tell(event.slot, od.BreakGroup(generation=self.generation, reason=self.reason))
@@ -149,11 +150,12 @@ class Machine:
     def _replay(self, seat: Seat) -> None:
         seat.is_late = seat.state is SeatState.READY
         seat.state = SeatState.REPLAYING
-        seated = [
-            s.slot for s in self.seats.values() if s.slot == seat.slot or s.engine_id is not None
-        ]
+        # The rank that it has once every seat that is being filled is filled: its old one.
+        empty = (SeatState.EMPTY, SeatState.GIVEN_UP)
+        seated = [s.slot for s in self.seats.values() if s.state not in empty]
         rank = sorted(seated).index(seat.slot)
-        self._out.append(do.Replay(seat.slot, seat.replayed, rank, len(seated)))
+        since, until = seat.replayed, self.journal_length
+        self._out.append(do.Replay(seat.slot, since, until, rank, len(seated)))
         seat.replayed = self.journal_length
 
     def replayed(self, event: ev.JournalReplayed, now: float) -> None:
@@ -546,13 +548,11 @@ class Machine:
             )
             seat.not_restored, seat.started_at = dict(seen.not_restored), now
             seat.is_holder = seat.state is SeatState.MEMBER and view.phase == "running"
-            seat.replayed = self.journal_length
             self.seats[seen.slot] = seat
-            if (
-                seat.state in (SeatState.STARTING, SeatState.REPLAYING, SeatState.READY)
-                and seat.pid is None
-            ):
-                self._start_engine(seat, now)
+            if seat.state in (SeatState.STARTING, SeatState.REPLAYING, SeatState.READY):
+                seat.state = SeatState.STARTING  # its hello says how far it had come
+                if seat.pid is None:
+                    self._start_engine(seat, now)
         if view.phase == "running":
             self._enter(Phase.RUNNING, "", now)
         elif view.phase == "failed":

@@ -8,13 +8,19 @@ to loopback, and handed over.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from typing import NoReturn
 
 from nbdist.config import LOOPBACK
 from nbdist.rundir import Lease, RunDir
+
+
+KEPT_GENERATIONS = 2
+_GENERATION = re.compile(r"/?g(\d+)/")
 
 
 def listen() -> socket.socket:
@@ -23,6 +29,13 @@ def listen() -> socket.socket:
     sock.bind((LOOPBACK, 0))
     sock.listen(1024)
     return sock
+
+
+def outdated(keys: Iterable[str]) -> list[str]:
+    """Keys of generations before the last two, so that their number stays the same however many are formed."""
+    found = [(int(match[1]), key) for key in keys if (match := _GENERATION.match(key))]
+    newest = max((generation for generation, _ in found), default=0)
+    return [key for generation, key in found if generation < newest - KEPT_GENERATIONS]
 
 
 def serve(sock: socket.socket, rundir: RunDir, lease_s: float) -> NoReturn:
@@ -36,6 +49,8 @@ def serve(sock: socket.socket, rundir: RunDir, lease_s: float) -> NoReturn:
     )
     lease, parent = Lease(rundir, lease_s), os.getppid()
     while not lease.has_run_out() and os.getppid() == parent:
+        for key in outdated(store.list_keys()):
+            store.delete_key(key)
         time.sleep(1.0)
     del store
     os._exit(0)

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nbdist.protocol import forks, wire
 from nbdist.protocol.ids import Slot
@@ -81,7 +81,7 @@ class Zygote:
         self.listener.bind(str(path))
         self.listener.listen(1)
         while not self.lease.has_run_out():
-            sockets = [self.listener, *([self.peer] if self.peer else [])]
+            sockets: list[Any] = [self.listener, *([self.peer] if self.peer else [])]
             ready, _, _ = select.select([*sockets, self.wakeup], [], [], 1.0)
             if self.wakeup in ready:
                 os.read(self.wakeup, 4096)
