@@ -9,6 +9,7 @@ Used by the kernel, the supervisor and every process below it. Layout, all of it
         orders           socket on which kernel and agents reach the supervisor
         zygote           socket on which the supervisor reaches the zygote
         ledger, journal  what a replaced supervisor takes up again
+        controller       which process the ipyparallel controller is
         ipp/             profile of the ipyparallel controller, with its connection files
         logs/            one file per process, `slot-0.log` … for the engines
 
@@ -168,6 +169,17 @@ class RunDir:
             Owner(**content["owner"]),
             Keys(**content["keys"]),
         )
+
+    def write_owner(self, name: str) -> None:
+        """Note the calling process under a name, for instance `controller`."""
+        self._write_private(name, json.dumps(asdict(Owner.this())))
+
+    def read_owner(self, name: str) -> Owner | None:
+        """The process noted under a name, or None."""
+        try:
+            return Owner(**json.loads(self.file(name).read_text()))
+        except (OSError, ValueError):
+            return None
 
     def _write_private(self, name: str, text: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

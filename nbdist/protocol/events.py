@@ -12,8 +12,8 @@ import msgspec
 
 from nbdist.protocol.ids import CellId, EngineId, Generation, Slot
 
-Detector = Literal["zygote", "pidfd", "hub", "beat", "collective", "launcher"]
-"""Who noticed first that an engine is gone."""
+Detector = Literal["zygote", "process", "beat"]
+"""Who noticed first that an engine is gone: its parent, a look at its process, or a beat that did not come."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -208,7 +208,7 @@ class Incident(msgspec.Struct, kw_only=True):
     steps_repeated: int = 0
     samples_lost: int = 0
     samples_repeated: int = 0
-    not_restored: dict[str, str] = {}
+    not_restored: dict[str, str] = msgspec.field(default_factory=dict)
     """Name -> why a newcomer could not be given its value."""
     reason: str = ""
     """The policy's decision and why."""

@@ -75,10 +75,6 @@ class QueryView(Order, frozen=True, kw_only=True):
     """Answered with the present `WorldView`."""
 
 
-class ReleaseSeats(Order, frozen=True, kw_only=True):
-    """Give seats that were given up for dying too often another try."""
-
-
 class Shutdown(Order, frozen=True, kw_only=True):
     """End everything that this cluster started. Answered when it is gone, but for the supervisor itself."""
 
@@ -92,7 +88,6 @@ KernelOrder = (
     | Scale
     | Ping
     | QueryView
-    | ReleaseSeats
     | Shutdown
 )
 
@@ -121,6 +116,8 @@ class SeatView(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation
     rss_bytes: int
     activity: str
+    is_holder: bool
+    """Whether its variables are the world's."""
     not_restored: dict[str, str] = {}
 
 

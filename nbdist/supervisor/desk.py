@@ -1,23 +1,21 @@
-"""Orders of the kernel and their answers, some of which have to wait until the world is as ordered."""
+"""Orders of kernels and their answers, some of which wait until the world is as ordered."""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
-from nbdist.config import LOOPBACK
+import msgspec
+
 from nbdist.protocol import orders as od
-from nbdist.protocol import wire
-from nbdist.protocol.ids import CellId, Slot
-from nbdist.supervisor.seats import SeatState
-from nbdist.supervisor.state import Phase
+from nbdist.protocol.ids import CellId
+from nbdist.supervisor.journal import Journal
+from nbdist.supervisor.phase import Phase
+from nbdist.supervisor.seats import BY_USER, SeatState
+from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import view_of
-
-if TYPE_CHECKING:
-    # The desk is the loop's own part for kernels; the two are one thread and know one another.
-    from nbdist.supervisor.loop import Loop
 
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "STOP": signal.SIGSTOP}
 
@@ -35,61 +33,74 @@ class Waiter:
 
 
 class Desk:
-    """Where kernels are served."""
+    """Where kernels are served.
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    Args:
+        machine, journal: the cluster's.
+        send: sends a message to a kernel (identity, message).
+        signal_engine: sends a signal to an engine (pid, number).
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        journal: Journal,
+        *,
+        send: Callable[[bytes, msgspec.Struct], None],
+        signal_engine: Callable[[int, int], None],
+    ) -> None:
+        self._machine, self._journal = machine, journal
+        self._send, self._signal_engine = send, signal_engine
         self._kernels: set[bytes] = set()
-        self._cells: dict[CellId, Waiter] = {}
-        self._begun: dict[CellId, od.BeginCell] = {}
+        self._cells: dict[CellId, tuple[Waiter, od.BeginCell]] = {}
         self._waiters: list[Waiter] = []
         self._goodbyes: list[Waiter] = []
-        self.store_host = LOOPBACK
+
+    @property
+    def is_shutdown_ordered(self) -> bool:
+        """Whether a kernel wants everything to end."""
+        return bool(self._goodbyes)
 
     def take(self, identity: bytes, request: od.Request, now: float) -> None:
         """Carry out one order of a kernel."""
-        machine, order, waiter = self._loop.machine, request.order, Waiter(identity, request.number)
-        match order:
-            case od.Attach():
-                self._kernels.add(identity)
-                for cell in machine.gate.open - set(order.open_cells):
-                    machine.end_cell(cell, self._loop.journal.length, now)
-                machine.gate.open |= set(order.open_cells)
-                self._answer(waiter, view_of(machine))
+        machine, waiter = self._machine, Waiter(identity, request.number)
+        match request.order:
+            case od.Attach() as order:
+                self._attach(waiter, order, now)
             case od.Ping():
                 self._answer(waiter, od.Done())
             case od.QueryView():
                 self._answer(waiter, view_of(machine, with_beats=True))
-            case od.BeginCell():
-                self._cells[order.cell], self._begun[order.cell] = waiter, order
+            case od.BeginCell() as order:
+                self._cells[order.cell] = waiter, order
                 machine.begin_cell(order.cell, order.ranks, now)
-            case od.EndCell():
-                self._loop.journal.end(order.cell, succeeded=order.succeeded, seconds=order.seconds)
-                machine.end_cell(order.cell, self._loop.journal.length, now)
+            case od.EndCell(cell=cell, succeeded=succeeded, seconds=seconds):
+                self._cells.pop(cell, None)
+                self._journal.end(cell, succeeded=succeeded, seconds=seconds)
+                machine.end_cell(cell, self._journal.length, now)
                 self._answer(waiter, od.Done())
-            case od.InterruptCell():
-                machine.interrupt(order.cell, now)
+            case od.InterruptCell(cell=cell):
+                machine.interrupt(cell, now)
                 self._answer(waiter, od.Done())
-            case od.SignalEngines():
+            case od.SignalEngines() as order:
                 self._signal(waiter, order)
-            case od.Scale():
-                machine.scale(order.size, now)
-                waiter.size = order.size
+            case od.Scale(size=size):
+                machine.scale(size, now)
+                waiter.size = size
                 self._waiters.append(waiter)
-            case od.ReleaseSeats():
-                machine.scale(machine.size, now)
-                self._answer(waiter, od.Done())
             case od.Shutdown():
                 self._goodbyes.append(waiter)
-                self._loop.is_ending = True
 
     def admitted(self, cell: CellId, answer: od.CellAdmitted | od.Refused) -> None:
         """A `BeginCell` is answered."""
-        waiter, order = self._cells.pop(cell), self._begun.pop(cell)
+        if cell not in self._cells:  # given up by the kernel meanwhile
+            self._machine.gate.end(cell)
+            return
+        waiter, order = self._cells.pop(cell)
         if isinstance(answer, od.CellAdmitted) and not order.once:
             slots = tuple(answer.membership.slots[r] for r in answer.ranks)
             entry = od.Entry(cell=cell, code=order.code, values=order.values)
-            self._loop.journal.begin(entry, None if order.ranks is None else slots)
+            self._journal.begin(entry, None if order.ranks is None else slots)
         self._answer(waiter, answer)
 
     def exited(self, pid: int) -> None:
@@ -99,52 +110,53 @@ class Desk:
 
     def settle(self) -> None:
         """Answer what can be answered now."""
-        machine = self._loop.machine
         for waiter in list(self._waiters):
-            answer: od.Done | od.Refused | None = None
-            if waiter.size is None:
-                answer = None if waiter.pids else od.Done()
-            elif machine.phase is Phase.FAILED:
-                answer = od.Refused(kind="RecoveryFailed", message=machine.why_failed)
-            elif machine.size != waiter.size:
-                answer = od.Refused(
-                    kind="WrongState", message=f"scaled to {machine.size} meanwhile"
-                )
-            elif machine.is_healthy:
+            answer = self._scaled(waiter.size) if waiter.size is not None else None
+            if waiter.size is None and not waiter.pids:
                 answer = od.Done()
-            elif any(s.state is SeatState.GIVEN_UP for s in machine.seats.values()):
-                answer = od.Refused(kind="RecoveryFailed", message=view_of(machine).reason)
             if answer is not None:
                 self._waiters.remove(waiter)
                 self._answer(waiter, answer)
 
-    def tell_kernels(self, notice: Any) -> None:
+    def tell_kernels(self, notice: msgspec.Struct) -> None:
         """Tell every kernel that is attached."""
         for identity in self._kernels:
-            self._loop.router.send_multipart([identity, wire.encode(notice)])
+            self._send(identity, notice)
 
     def say_goodbye(self) -> None:
         """Everything is gone: answer the shutdown."""
         for waiter in self._goodbyes:
             self._answer(waiter, od.Done())
 
-    def _signal(self, waiter: Waiter, order: od.SignalEngines) -> None:
-        machine = self._loop.machine
-        found = [
-            s for slot in order.slots if (s := machine.seats.get(Slot(slot))) and s.pid is not None
-        ]
-        for seat in found:
-            if order.signal != "STOP":
-                seat.killed_why = "ordered by the user"
-                seat.ordered_at = time.monotonic()
-            self._loop.signal(seat.pid or 0, SIGNALS[order.signal])
-        if order.signal == "STOP":
-            self._answer(waiter, od.Done())
-        else:
-            waiter.pids = {s.pid for s in found if s.pid is not None}
-            self._waiters.append(waiter)
+    def _attach(self, waiter: Waiter, order: od.Attach, now: float) -> None:
+        machine = self._machine
+        self._kernels.add(waiter.identity)
+        machine.gate.open |= set(order.open_cells)
+        for cell in machine.gate.open - set(order.open_cells):
+            machine.end_cell(cell, self._journal.length, now)
+        self._answer(waiter, view_of(machine))
 
-    def _answer(self, waiter: Waiter, body: Any) -> None:
+    def _scaled(self, size: int) -> od.Done | od.Refused | None:
+        machine = self._machine
+        if machine.phase is Phase.FAILED:
+            return od.Refused(kind="RecoveryFailed", message=machine.why_failed)
+        if machine.size != size:
+            return od.Refused(kind="WrongState", message=f"scaled to {machine.size} meanwhile")
+        if machine.roster.in_state(SeatState.GIVEN_UP):
+            return od.Refused(kind="RecoveryFailed", message=view_of(machine).reason)
+        return od.Done() if machine.is_healthy else None
+
+    def _signal(self, waiter: Waiter, order: od.SignalEngines) -> None:
+        seats = [s for s in self._machine.seats.values() if s.slot in order.slots and s.pid]
+        for seat in seats:
+            if order.signal != "STOP":
+                seat.killed_why, seat.ordered_at = BY_USER, time.monotonic()
+                waiter.pids.add(seat.pid or 0)
+            self._signal_engine(seat.pid or 0, SIGNALS[order.signal])
+        self._waiters.append(waiter)
+
+    def _answer(
+        self, waiter: Waiter, body: od.WorldView | od.CellAdmitted | od.Done | od.Refused
+    ) -> None:
         if waiter.number:
-            answer = od.Answer(number=waiter.number, body=body)
-            self._loop.router.send_multipart([waiter.identity, wire.encode(answer)])
+            self._send(waiter.identity, od.Answer(number=waiter.number, body=body))

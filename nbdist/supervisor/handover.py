@@ -6,9 +6,13 @@ differently (`x = rank`) is the newcomer's own, made by the replay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from nbdist.protocol import events as ev
+from nbdist.protocol import orders as od
 from nbdist.protocol.ids import Slot
+from nbdist.protocol.topology import Membership
+from nbdist.supervisor.instructions import Instruction, Tell
 
 REPLICATED = ("module:", "optimizer:", "ddp:")
 """Kinds that are replicas of one another by nature. With a single survivor "equal on all" says nothing, so that then
@@ -32,35 +36,92 @@ class Plan:
         return tuple(sorted({name for names in self.names.values() for name in names}))
 
 
-@dataclass
+HandoverEvent = ev.NamesFingerprinted | ev.NamesOffered | ev.NamesReceived
+
+
 class Handover:
-    """Collects digests until all members have sent theirs."""
+    """One hand-over: digests are collected, names offered by the donor, received by newcomers.
 
-    survivors: tuple[Slot, ...]
-    newcomers: tuple[Slot, ...]
-    digests: dict[Slot, dict[str, str]] = field(default_factory=dict)
-    plan: Plan | None = None
-    awaited: set[Slot] = field(default_factory=set)
+    Args:
+        membership: the group that has just been formed.
+        newcomers: members that lack what the others hold.
+    """
 
-    def add(self, slot: Slot, digests: dict[str, str]) -> bool:
-        """Take one member's digests; True once the plan is made."""
-        self.digests[slot] = digests
-        if self.plan is None and set(self.digests) >= {*self.survivors, *self.newcomers}:
-            self.plan = self._decide()
-            self.awaited = {slot for slot, names in self.plan.names.items() if names}
-            return True
-        return False
+    def __init__(self, membership: Membership, newcomers: tuple[Slot, ...]) -> None:
+        self._membership = membership
+        self._newcomers = newcomers
+        self._survivors = tuple(s for s in membership.slots if s not in newcomers)
+        self._digests: dict[Slot, dict[str, str]] = {}
+        self._plan: Plan | None = None
+        self._receivers: list[Slot] = []
+        self.unsettled: dict[Slot, dict[str, str]] = {}
+        """Newcomer -> name -> why it could not be given its value."""
+
+    @property
+    def is_done(self) -> bool:
+        """Every newcomer has what can be given."""
+        return self._plan is not None and not self._receivers
+
+    def begin(self) -> list[Instruction]:
+        """Ask everybody for digests."""
+        order = od.FingerprintNames(generation=self._membership.generation)
+        return [Tell(slot, order) for slot in self._membership.slots]
+
+    def take(self, event: HandoverEvent) -> list[Instruction]:
+        """What follows from an event."""
+        match event:
+            case ev.NamesFingerprinted():
+                return self._fingerprinted(event)
+            case ev.NamesOffered():
+                return self._offered(event)
+            case ev.NamesReceived():
+                if event.slot in self._receivers:
+                    self._receivers.remove(event.slot)
+                    self.unsettled[event.slot] |= event.failed
+                return []
+
+    def _fingerprinted(self, event: ev.NamesFingerprinted) -> list[Instruction]:
+        self._digests[event.slot] = event.digests
+        if self._plan is not None or set(self._digests) < set(self._membership.slots):
+            return []
+        self._plan = self._decide()
+        self.unsettled = {slot: dict(why) for slot, why in self._plan.unsettled.items()}
+        self._receivers = sorted(slot for slot, names in self._plan.names.items() if names)
+        if not self._receivers:
+            return []
+        ranks = tuple(int(self._membership.rank_of(slot)) for slot in self._receivers)
+        order = od.OfferNames(
+            generation=event.generation, names=self._plan.all_names, receivers=ranks
+        )
+        return [Tell(self._survivors[0], order)]
+
+    def _offered(self, event: ev.NamesOffered) -> list[Instruction]:
+        out: list[Instruction] = []
+        if self._plan is None:
+            return out
+        for slot in self._receivers:
+            names = self._plan.names[slot]
+            self.unsettled[slot] |= {n: why for n, why in event.failed.items() if n in names}
+            order = od.ReceiveNames(
+                generation=event.generation,
+                donor=self._membership.rank_of(event.slot),
+                sha256=event.sha256,
+                num_bytes=event.num_bytes,
+                names=tuple(n for n in names if n not in event.failed),
+            )
+            out.append(Tell(slot, order))
+        return out
 
     def _decide(self) -> Plan:
-        held = [self.digests[slot] for slot in self.survivors]
+        held = [self._digests[slot] for slot in self._survivors]
         common = {
             name: held[0][name]
             for name in held[0]
             if all(d.get(name) == held[0][name] for d in held)
         }
         plan = Plan({}, {})
-        for slot in self.newcomers:
-            mine = self.digests[slot]
+        for slot in self._newcomers:
+            mine = self._digests[slot]
             names, unsettled = [], {}
             for name, digest in common.items():
                 if mine.get(name) == digest and digest:

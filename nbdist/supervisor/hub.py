@@ -27,6 +27,16 @@ class HubLink:
         self.notices = self._connect(context, zmq.SUB, info, "notification")
         self.notices.setsockopt(zmq.SUBSCRIBE, b"")
 
+    @classmethod
+    def open(cls, context: zmq.Context[Any], rundir: RunDir) -> HubLink | None:
+        """Connect, if the controller has written its connection files."""
+        if not rundir.connection_file("engine").exists():
+            return None
+        try:
+            return cls(context, rundir)
+        except (OSError, ValueError, KeyError):
+            return None  # it is in the middle of writing them
+
     def unregister(self, engine_id: EngineId) -> None:
         """Say that an engine is gone."""
         self._session.send(self._registrar, "unregistration_request", content={"id": engine_id})

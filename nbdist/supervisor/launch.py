@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from nbdist.config import LOOPBACK
 from nbdist.protocol import forks, wire
 from nbdist.protocol.ids import Slot
 from nbdist.processes import spawn
@@ -50,6 +51,18 @@ class Zygote:
                 return False
             self.socket, self.buffer = sock, bytearray()
         return self.socket is not None
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Host and port of the rendezvous store."""
+        return LOOPBACK, self.store_port
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about how engines are started."""
+        if not self.cannot_fork:
+            return ()
+        return (f"engines are started one by one, not forked, which is slower: {self.cannot_fork}",)
 
     def fileno(self) -> int:
         """For the poller."""

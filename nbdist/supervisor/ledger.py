@@ -9,6 +9,10 @@ import msgspec
 from nbdist.protocol.orders import WorldView
 
 
+MAX_BYTES = 4_000_000
+"""A longer ledger is begun anew with its last line."""
+
+
 class Ledger:
     """The ledger of one cluster."""
 
@@ -19,10 +23,16 @@ class Ledger:
     def append(self, view: WorldView) -> None:
         """Write down the world; a line equal to the last is left out."""
         line = msgspec.json.encode(view)
-        if line != self._last:
-            with self._path.open("ab") as file:
-                file.write(line + b"\n")
-            self._last = line
+        if line == self._last:
+            return
+        self._last = line
+        with self._path.open("ab") as file:
+            file.write(line + b"\n")
+            size = file.tell()
+        if size > MAX_BYTES:
+            fresh = self._path.with_suffix(".new")
+            fresh.write_bytes(line + b"\n")
+            fresh.replace(self._path)
 
     def last(self) -> WorldView | None:
         """The newest line that is whole; None where there is none."""

@@ -10,6 +10,12 @@ from nbdist.protocol.ids import EngineId, Slot
 from nbdist.protocol.topology import Member
 
 
+BY_USER = "ordered by the user"
+"""Why an engine was killed, where the user wanted it."""
+THE_SEAT = "(the seat)"
+"""Key of `Seat.not_restored` under which a seat that was given up says why."""
+
+
 class SeatState(Enum):
     """State of a seat."""
 
@@ -58,6 +64,12 @@ class Seat:
     def is_in_group(self) -> bool:
         """Whether it belongs to the group of the present generation, formed or not."""
         return self.state in (SeatState.MEMBER, SeatState.LEAVING)
+
+    @property
+    def waits_in(self) -> str:
+        """What its main thread waits in, in words; empty where it does not wait."""
+        where = self.beat.waiting if self.beat is not None else None
+        return f"{where.operation}, {where.line}" if where is not None else ""
 
     def as_member(self) -> Member:
         """Its entry in a membership."""

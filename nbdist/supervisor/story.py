@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from nbdist.protocol.events import Incident, IncidentKind
 from nbdist.protocol.ids import Generation, Slot
+from nbdist.protocol.topology import Membership
 
 MAX_INCIDENTS = 1_000
 """Older ones are forgotten."""
@@ -19,14 +21,19 @@ class Story:
         self._open: list[tuple[Incident, float]] = []
 
     def begin(
-        self, kind: IncidentKind, slots: tuple[Slot, ...], ranks: tuple[int, ...], cause: str,
-        *, generation: Generation, now: float, detect_s: float | None = None,
-    ) -> None:  # fmt: skip
-        """Something happened to `slots`; `detect_s`: how long ago, where that is known."""
+        self,
+        kind: IncidentKind,
+        generation: Generation,
+        ranks: Mapping[Slot, int | None],
+        cause: str,
+        now: float,
+        detect_s: float | None = None,
+    ) -> None:
+        """Something happened to the slots in `ranks`; `detect_s`: how long ago, where known."""
         incident = Incident(
             kind=kind,
-            slots=slots,
-            ranks=ranks,
+            slots=tuple(ranks),
+            ranks=tuple(rank for rank in ranks.values() if rank is not None),
             cause=cause,
             generation_before=generation,
             detect_s=detect_s,
@@ -39,12 +46,21 @@ class Story:
         for incident, began in self._open:
             incident.regroup_s = now - began
 
-    def end(self, generation: Generation, restore_s: float, now: float) -> list[Incident]:
-        """The world runs again; returns what is closed by it."""
-        closed = []
+    def end(
+        self,
+        membership: Membership,
+        not_restored: Mapping[Slot, dict[str, str]],
+        *,
+        restoring_since: float,
+        now: float,
+    ) -> None:
+        """The world runs again as `membership`; `not_restored`: what each member lacks, and why."""
         for incident, began in self._open:
-            incident.generation_after, incident.restore_s = generation, restore_s
-            incident.stall_s = now - began
-            closed.append(incident)
+            incident.generation_after = membership.generation
+            incident.restore_s, incident.stall_s = now - restoring_since, now - began
+            if incident.kind == "joined":
+                present = [s for s in incident.slots if s in membership]
+                incident.ranks = tuple(int(membership.rank_of(s)) for s in present)
+                for slot in present:
+                    incident.not_restored |= not_restored[slot]
         self._open = []
-        return closed

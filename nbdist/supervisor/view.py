@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from nbdist.protocol.orders import SeatView, WorldView
-from nbdist.supervisor.seats import Seat, SeatState
-from nbdist.supervisor.state import Machine, Phase
+from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
+from nbdist.supervisor.phase import Phase
+from nbdist.supervisor.state import Machine
 
 
 def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:
@@ -19,6 +20,7 @@ def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:
         healthy=machine.is_healthy,
         reason=_reason(machine),
         incidents=tuple(machine.story.incidents),
+        notes=machine.notes,
     )
 
 
@@ -27,7 +29,7 @@ def _seat(machine: Machine, seat: Seat, with_beats: bool) -> SeatView:
     beat = seat.beat if with_beats else None
     activity = ""
     if beat is not None and beat.waiting is not None:
-        activity = f"waits in {beat.waiting.operation}, {beat.waiting.line}"
+        activity = f"waits in {seat.waits_in}"
     elif beat is not None and beat.cell is not None:
         activity = "runs a cell"
     return SeatView(
@@ -41,6 +43,7 @@ def _seat(machine: Machine, seat: Seat, with_beats: bool) -> SeatView:
         generation=machine.generation if in_group else type(machine.generation)(0),
         rss_bytes=beat.rss_bytes if beat else 0,
         activity=activity,
+        is_holder=seat.is_holder,
         not_restored=dict(seat.not_restored),
     )
 
@@ -56,9 +59,9 @@ def _reason(machine: Machine) -> str:
             for s in awaited
         )
         return f"{machine.reason}; waiting for members to leave the old group: {busy}"
-    given_up = [s for s in machine.seats.values() if s.state is SeatState.GIVEN_UP]
+    given_up = machine.roster.in_state(SeatState.GIVEN_UP)
     if given_up:
         return "; ".join(
-            f"slot {s.slot} was given up: {s.not_restored['(the seat)']}" for s in given_up
+            f"slot {s.slot} was given up: {s.not_restored[THE_SEAT]}" for s in given_up
         )
     return machine.reason
