@@ -1,12 +1,16 @@
 """One tree of errors, each with what happened, where, and what to do next.
 
-Used on every floor; imports nothing of nbdist. Errors of other packages are turned into these at the border where they
-enter (`session.cells` for engines, `session.link` for the supervisor, `engine.group` for torch.distributed).
+Used on every floor; imports nothing of nbdist. Errors of other packages are turned into these at
+the border where they enter (`session.cells` for engines, `session.link` for the supervisor,
+`engine.group` for torch.distributed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "CellFailed",
@@ -36,7 +40,10 @@ class NotStarted(NbdistError):
 
 
 class StartFailed(NbdistError):
-    """Engines, controller or supervisor did not come up in time. The message names which, and the last lines of its log."""
+    """Engines, controller or supervisor did not come up in time.
+
+    The message names which, and the last lines of its log.
+    """
 
 
 class TargetError(NbdistError, ValueError):
@@ -52,7 +59,10 @@ class RecoveryFailed(NbdistError):
 
 
 class GroupGone(NbdistError, RuntimeError):
-    """A process group, mesh or wrapped model of an earlier generation was used. The message says how to make it again."""
+    """A process group, mesh or wrapped model of an earlier generation was used.
+
+    The message says how to make it again.
+    """
 
 
 class RankError(NbdistError):
@@ -77,8 +87,10 @@ class CellFailed(NbdistError):
     """A distributed cell failed on at least one rank.
 
     Attributes:
-        errors: rank -> `RankError` or `EngineDied`, the cause first; ranks that were only released are not in it.
-        notes: further lines about the ranks that did not fail, for instance which were released from what.
+        errors: rank -> `RankError` or `EngineDied`, the cause first; ranks that were only released
+            are not in it.
+        notes: further lines about the ranks that did not fail, for instance which were released
+            from what.
     """
 
     def __init__(
@@ -107,7 +119,8 @@ class CellFailed(NbdistError):
 class EngineDied(CellFailed):
     """An engine's process ended while a cell ran on it.
 
-    It is a `CellFailed` too: a cell that an engine's death ends raises the first such death, with `errors` holding all.
+    It is a `CellFailed` too: a cell that an engine's death ends raises the first such death, with
+    `errors` holding all.
 
     Attributes:
         slot, rank: where.

@@ -1,7 +1,8 @@
 """Start processes of a cluster, and find exactly those that belong to one.
 
-A process belongs to a cluster if its command line runs one of our modules for the cluster's directory, or if its
-environment names that directory (what an engine started). Never by a program's name.
+A process belongs to a cluster if its command line runs one of our modules for the cluster's
+directory, or if its environment names that directory (what an engine started). Never by a program's
+name.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ Used by the kernel, the supervisor and every process below it. Layout, all of it
         ipp/             profile of the ipyparallel controller, with its connection files
         logs/            one file per process, `slot-0.log` … for the engines
 
-Sockets in it are Unix sockets, whose path may hold 107 bytes at most (unix(7)); a root that is too long is passed over.
+Sockets in it are Unix sockets, whose path may hold 107 bytes at most (unix(7)); a root that is too
+long is passed over.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import zmq
 
 from nbdist.config import ClusterConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 MAX_SOCKET_PATH = 107
 _LONGEST_NAME = "/0123abcd/orders"

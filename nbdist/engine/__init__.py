@@ -1,0 +1,1 @@
+"""What runs in an engine's process: its kernel, its agent, its groups."""

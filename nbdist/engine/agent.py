@@ -1,8 +1,9 @@
 """The engine's side thread: beats, the lease, orders of the supervisor; frees the main thread by cutting its group.
 
-It shares nothing with the main thread but a queue of events to send, the groups' sockets and the name of the running cell.
-What has to happen in the main thread is posted to its loop and runs there between cells. When no supervisor has
-acknowledged a beat for the length of the lease, the whole process group of the engine ends, children included.
+It shares nothing with the main thread but a queue of events to send, the groups' sockets and the
+name of the running cell. What has to happen in the main thread is posted to its loop and runs there
+between cells. When no supervisor has acknowledged a beat for the length of the lease, the whole
+process group of the engine ends, children included.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from nbdist.engine.group import Groups
-from nbdist.engine.whereabouts import Whereabouts
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.protocol import wire
 from nbdist.protocol.ids import CellId, Generation, Slot
-from nbdist.rundir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.engine.group import Groups
+    from nbdist.engine.whereabouts import Whereabouts
+    from nbdist.rundir import RunDir
 
 BEAT_PERIOD_S = 0.25
 LOOK_PERIOD_S = 0.05

@@ -13,7 +13,7 @@ import os
 import random
 import socket
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipyparallel.engine.app as engine_app
 import numpy as np
@@ -37,7 +37,9 @@ from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.protocol import values
 from nbdist.protocol.ids import EngineId, Generation, Slot
-from nbdist.rundir import RunDir
+
+if TYPE_CHECKING:
+    from nbdist.rundir import RunDir
 
 log = logging.getLogger(__name__)
 _engine: Engine | None = None

@@ -1,9 +1,10 @@
 """Form and break the process group of one generation; forget the old one so that using it is an error, not a hang.
 
-Runs in the engine's main thread, but for `cut`, which the agent's thread calls. Every gloo group that is made in this
-process, the user's own and those of a mesh too, goes through one function of torch (`_new_process_group_helper`); it is
-wrapped here to note the group's sockets. Two more are wrapped so that a group of an earlier generation raises `GroupGone`.
-These three names are torch's own; a test holds that they exist, and `install` refuses to start without them.
+Runs in the engine's main thread, but for `cut`, which the agent's thread calls. Every gloo group
+that is made in this process, the user's own and those of a mesh too, goes through one function of
+torch (`_new_process_group_helper`); it is wrapped here to note the group's sockets. Two more are
+wrapped so that a group of an earlier generation raises `GroupGone`. These three names are torch's
+own; a test holds that they exist, and `install` refuses to start without them.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import os
 import re
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nbdist.engine import rebind, sockets
 from nbdist.errors import GroupGone
-from nbdist.protocol.orders import FormGroup
+
+if TYPE_CHECKING:
+    from nbdist.protocol.orders import FormGroup
 
 FORM_TIMEOUT = datetime.timedelta(seconds=3)
 """For forming only; a member that does not come is told by the supervisor long before."""
@@ -84,7 +86,10 @@ class Groups:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
     def cut(self, generation: int) -> None:
-        """Free whatever waits in a collective of `generation`. From the agent's thread; returns at once."""
+        """Free whatever waits in a collective of `generation`.
+
+        From the agent's thread; returns at once.
+        """
         if generation == self.generation:
             self.cut_generation = generation
             sockets.cut(list(self._refs))
@@ -143,8 +148,8 @@ class Groups:
 
         distributed_c10d._new_process_group_helper = new_process_group_helper
         distributed_c10d._rank_not_in_group = rank_not_in_group
-        distributed_c10d._resolve_process_group = resolve_process_group
-        device_mesh._resolve_process_group = resolve_process_group
+        distributed_c10d._resolve_process_group = resolve_process_group  # type: ignore[assignment]
+        device_mesh._resolve_process_group = resolve_process_group  # type: ignore[assignment]
         os.register_at_fork(after_in_child=lambda: sockets.hide(self._refs))
 
     def explain(self, error: BaseException) -> BaseException:

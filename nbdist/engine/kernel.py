@@ -8,11 +8,10 @@ from __future__ import annotations
 import base64
 import os
 from traceback import clear_frames
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
-from nbdist.engine.agent import Agent
 from nbdist.engine.group import Groups, is_communication_error
 from nbdist.engine.namespace import to_cpu
 from nbdist.errors import GroupGone
@@ -20,6 +19,9 @@ from nbdist.protocol import events as ev
 from nbdist.protocol import values
 from nbdist.protocol.calls import METADATA
 from nbdist.protocol.ids import CellId, Generation, Slot
+
+if TYPE_CHECKING:
+    from nbdist.engine.agent import Agent
 
 CUT_LIMIT_S = 1.0
 """How long a failed collective waits for the group's cut before it is shown as an error of its own."""
@@ -40,7 +42,10 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         self.shell.set_custom_exc((RuntimeError,), self._show_error)
 
     async def do_execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run a cell. The reply has our part under `METADATA`, in `engine_info` where the cell failed."""
+        """Run a cell.
+
+        The reply has our part under `METADATA`, in `engine_info` where the cell failed.
+        """
         cell = self.get_parent("shell").get("metadata", {}).get(METADATA, {}).get("cell")
         if cell is None or self.agent is None or self.groups is None:
             return dict(await super().do_execute(*args, **kwargs))
@@ -69,8 +74,9 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
     def _is_released(self, error: BaseException | None) -> bool:
         """Whether an error only says that this rank waited in a group that was cut.
 
-        The neighbour of a rank that died hears of it before anybody else: then the supervisor is told, and the cut waited
-        for. A group in which a collective failed is of no use any more, whatever the cause.
+        The neighbour of a rank that died hears of it before anybody else: then the supervisor is
+            told, and the cut waited for. A group in which a collective failed is of no use any
+            more, whatever the cause.
         """
         if self.groups is None or self.agent is None or not is_communication_error(error):
             return False

@@ -1,8 +1,9 @@
 """The user's names on this engine: told apart by digests, packed for a newcomer, taken over by one.
 
-Runs in the main thread. What is replicated by nature (modules, optimizers, tensors) is compared by its state, byte for
-byte; other values by their pickle. A newcomer's own modules and optimizers, made by the replay, are loaded rather than
-replaced, so that an optimizer goes on to hold the parameters of the very model beside it.
+Runs in the main thread. What is replicated by nature (modules, optimizers, tensors) is compared by
+its state, byte for byte; other values by their pickle. A newcomer's own modules and optimizers,
+made by the replay, are loaded rather than replaced, so that an optimizer goes on to hold the
+parameters of the very model beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """DistributedDataParallel objects live on when the group changes: unbound from the old group, bound to the new.
 
-The objects keep their identity, parameters and hooks. What is rebuilt is the part that holds the group: the reducer, on
-every rank in every generation, since ranks whose reducers have different bucket layouts end one another's processes.
-Rebuilding goes through the class's own unpickling, which does exactly that.
+The objects keep their identity, parameters and hooks. What is rebuilt is the part that holds the
+group: the reducer, on every rank in every generation, since ranks whose reducers have different
+bucket layouts end one another's processes. Rebuilding goes through the class's own unpickling,
+which does exactly that.
 """
 
 from __future__ import annotations

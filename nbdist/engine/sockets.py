@@ -1,9 +1,10 @@
 """Which sockets belong to one gloo group, exactly; cutting them, and keeping them from child processes.
 
-Gloo (torch 2.13) publishes each rank's listener address in the store while a group forms. A connected TCP socket of this
-process is the group's if and only if its local end is this rank's published address (we accepted it) or its remote end
-is another rank's (we opened it): the kernel gives no outgoing connection a port on which somebody listens, and nobody but
-gloo listens there. Shutting these sockets down is the one way to free a thread that waits in a gloo collective.
+Gloo (torch 2.13) publishes each rank's listener address in the store while a group forms. A
+connected TCP socket of this process is the group's if and only if its local end is this rank's
+published address (we accepted it) or its remote end is another rank's (we opened it): the kernel
+gives no outgoing connection a port on which somebody listens, and nobody but gloo listens there.
+Shutting these sockets down is the one way to free a thread that waits in a gloo collective.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Address = tuple[str, int]
 
@@ -105,9 +108,9 @@ def connected() -> Iterable[tuple[SocketRef, Address, Address]]:
 def cut(refs: Iterable[SocketRef]) -> int:
     """Shut down each socket that is still the same one; returns how many. For any thread; needs no lock of gloo.
 
-    A descriptor's number says nothing: gloo closes its sockets as soon as a peer cuts first, and other threads get those
-    numbers. So: duplicate (from then on it cannot change), compare the inode, then shut down. Never a listener: gloo ends
-    the process when its own is shut.
+    A descriptor's number says nothing: gloo closes its sockets as soon as a peer cuts first, and
+    other threads get those numbers. So: duplicate (from then on it cannot change), compare the
+    inode, then shut down. Never a listener: gloo ends the process when its own is shut.
     """
     count = 0
     for ref in refs:

@@ -1,8 +1,8 @@
 """Where the main thread is, read from its stack by another thread, without stopping it.
 
-A main thread waits when its innermost Python frame is torch's, stays at the same instruction, and uses next to no CPU
-time. That covers collectives called by name, and those inside native code (DDP's backward, autograd), which no wrapper
-in Python could see.
+A main thread waits when its innermost Python frame is torch's, stays at the same instruction, and
+uses next to no CPU time. That covers collectives called by name, and those inside native code
+(DDP's backward, autograd), which no wrapper in Python could see.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import sys
 import threading
 import time
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbdist.protocol.events import Where
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with file names of code objects
 _DISTRIBUTED = os.path.join(_TORCH, "distributed")  # noqa: PTH118

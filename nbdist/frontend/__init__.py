@@ -1,0 +1,1 @@
+"""Magics and what they show."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # for annotations only
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.protocol.events import Incident
-    from nbdist.session.cluster import RankStatus
     from nbdist.session.outputs import Progress, RankOutput
+    from nbdist.session.status import RankStatus
 
 __all__ = [
     "CellDisplay",

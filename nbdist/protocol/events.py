@@ -1,7 +1,8 @@
 """Every event of a cluster's life, frozen and tagged: what happened, past tense. Pure.
 
-Agents (side threads of engines), the zygote and the detectors report these to the supervisor; its state machine takes
-them as input, its ledger writes them down. Times are seconds of this host's monotonic clock.
+Agents (side threads of engines), the zygote and the detectors report these to the supervisor; its
+state machine takes them as input, its ledger writes them down. Times are seconds of this host's
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -49,14 +50,20 @@ class EngineHello(Event, frozen=True, kw_only=True):
     engine_id: EngineId
     host: str
     generation: Generation
-    """The generation whose group it is in; 0 for a newcomer. A replaced supervisor learns the present group from it."""
+    """The generation whose group it is in; 0 for a newcomer.
+
+    A replaced supervisor learns the present group from it.
+    """
     device: str
     replayed: int
     """Journal entries that it has."""
 
 
 class EngineExited(Event, frozen=True, kw_only=True):
-    """An engine's process is gone, or was found hung and killed. Whoever notices first reports it; later reports are ignored."""
+    """An engine's process is gone, or was found hung and killed.
+
+    Whoever notices first reports it; later reports are ignored.
+    """
 
     slot: Slot
     pid: int

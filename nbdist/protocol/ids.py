@@ -1,4 +1,7 @@
-"""Types of the numbers that name things, so that a rank is never passed where a slot is meant. Pure."""
+"""Types of the numbers that name things, so that a rank is never passed where a slot is meant.
+
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What kernel, supervisor and agents ask of one another, and the answers. Imperative names, frozen, tagged. Pure."""
+"""What kernel, supervisor and agents ask of one another, and the answers.
+
+Imperative names, frozen, tagged. Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Attach(Order, frozen=True, kw_only=True):
-    """A kernel says hello, and wants to be told what changes. Sent again to a supervisor that took over."""
+    """A kernel says hello, and wants to be told what changes.
+
+    Sent again to a supervisor that took over.
+    """
 
     pid: int
     open_cells: tuple[CellId, ...] = ()
@@ -27,7 +33,10 @@ class Attach(Order, frozen=True, kw_only=True):
 
 
 class BeginCell(Order, frozen=True, kw_only=True):
-    """A cell or push is about to be sent. Answered with `CellAdmitted` once no membership change is under way."""
+    """A cell or push is about to be sent.
+
+    Answered with `CellAdmitted` once no membership change is under way.
+    """
 
     cell: CellId
     code: str
@@ -49,7 +58,10 @@ class EndCell(Order, frozen=True, kw_only=True):
 
 
 class SignalEngines(Order, frozen=True, kw_only=True):
-    """Send a signal to engines. Answered when the exits are recorded (STOP: when it is delivered)."""
+    """Send a signal to engines.
+
+    Answered when the exits are recorded (STOP: when it is delivered).
+    """
 
     slots: tuple[Slot, ...]
     signal: Literal["KILL", "TERM", "STOP"]
@@ -76,7 +88,10 @@ class QueryView(Order, frozen=True, kw_only=True):
 
 
 class Shutdown(Order, frozen=True, kw_only=True):
-    """End everything that this cluster started. Answered when it is gone, but for the supervisor itself."""
+    """End everything that this cluster started.
+
+    Answered when it is gone, but for the supervisor itself.
+    """
 
 
 KernelOrder = (

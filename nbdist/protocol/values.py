@@ -1,4 +1,7 @@
-"""Python values to bytes and back. They are pickles: only for roads on which both ends have shown a key. Pure."""
+"""Python values to bytes and back.
+
+They are pickles: only for roads on which both ends have shown a key. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ import cloudpickle
 
 
 def pack(value: Any) -> bytes:
-    """Bytes of a value; functions and classes of a notebook too. Raises whatever pickling raises."""
+    """Bytes of a value; functions and classes of a notebook too.
+
+    Raises whatever pickling raises.
+    """
     return bytes(cloudpickle.dumps(value, protocol=5))
 
 

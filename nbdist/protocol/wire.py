@@ -1,11 +1,16 @@
-"""Events and orders to bytes and back, with a schema version. MessagePack, checked against the types; no pickle. Pure."""
+"""Events and orders to bytes and back, with a schema version.
+
+MessagePack, checked against the types; no pickle. Pure.
+"""
 
 from __future__ import annotations
 
-from types import UnionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from types import UnionType
 
 VERSION = 1
 """Raised with every change that an older peer cannot read."""

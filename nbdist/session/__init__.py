@@ -1,0 +1,1 @@
+"""The kernel's half: the cluster as a notebook holds it. Never imports torch."""

@@ -1,7 +1,7 @@
 """Run a cell on ranks: ask the supervisor, send it through ipyparallel, gather outcomes, end it when an engine dies.
 
-Replies and output come in the ipyparallel client's thread, losses in the link's; both only note them under a lock. The
-caller's thread waits, shows, and decides when the cell is over.
+Replies and output come in the ipyparallel client's thread, losses in the link's; both only note
+them under a lock. The caller's thread waits, shows, and decides when the cell is over.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CellFailed, EngineDied, NbdistError, RankError, WrongState
 from nbdist.protocol import orders as od
 from nbdist.protocol import values
 from nbdist.protocol.calls import METADATA
 from nbdist.protocol.ids import CellId
-from nbdist.protocol.topology import Membership
-from nbdist.session.client import EngineClient
-from nbdist.session.link import Link
 from nbdist.session.outputs import CellResult, NotSent, Progress, RankOutput
+
+if TYPE_CHECKING:
+    from nbdist.protocol.topology import Membership
+    from nbdist.session.client import EngineClient
+    from nbdist.session.link import Link
 
 Watch = Callable[[Progress], None]
 

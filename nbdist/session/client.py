@@ -1,20 +1,23 @@
 """The ipyparallel client, and the two things that nbdist asks of it: run code on one engine, call a function on some.
 
-ipyparallel's own views send on the bare socket whose stream they read. Such a send can swallow the notice of a reply that
-came meanwhile, and the client then waits for ever (ipyparallel#373). Here everything is sent on the stream, which looks
-for replies after each send.
+ipyparallel's own views send on the bare socket whose stream they read. Such a send can swallow the
+notice of a reply that came meanwhile, and the client then waits for ever (ipyparallel#373). Here
+everything is sent on the stream, which looks for replies after each send.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CellFailed, RankError
-from nbdist.protocol.ids import EngineId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from nbdist.protocol.ids import EngineId
 
 REGISTERED_LIMIT_S = 5.0
 CALL_LIMIT_S = 120.0

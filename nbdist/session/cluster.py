@@ -1,20 +1,18 @@
 """The object behind `nbdist.start`: one cluster of engines, as the notebook holds it.
 
-Runs in the kernel; never imports torch. The supervisor decides and heals; this asks, waits and shows.
+Runs in the kernel; never imports torch. The supervisor decides and heals; this asks, waits and
+shows.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import threading
 import time
-import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist.config import ClusterConfig
 from nbdist.errors import (
@@ -29,38 +27,24 @@ from nbdist.gpus import default_num_engines
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
-from nbdist.protocol.events import Incident
 from nbdist.rundir import Owner, RunDir
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.link import Link
-from nbdist.session.outputs import CellResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from nbdist.protocol.events import Incident
+    from nbdist.protocol.ids import CellId
+    from nbdist.session.outputs import CellResult
+from nbdist.session.settings import cluster_config
+from nbdist.session.status import RankStatus, rank_status, why_unhealthy
 
 SHUTDOWN_LIMIT_S = 8.0
 
 _current: Cluster | None = None
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """One seat and the engine on it."""
-
-    rank: int | None
-    """Rank in the present group; None while it is in none."""
-    slot: int
-    state: str
-    generation: int
-    device: str
-    pid: int | None
-    host: str
-    memory_bytes: int
-    """Resident memory of the engine."""
-    step: int | None
-    samples_per_second: float | None
-    activity: str
-    """What its main thread does, where that is known."""
-    not_restored: dict[str, str]
-    """Name -> why it could not be brought back after a refill."""
 
 
 class Cluster:
@@ -74,7 +58,7 @@ class Cluster:
         self._client = EngineClient(rundir.connection_file("client"))
         self._warnings: list[str] = []
         self._is_shut_down = False
-        self._link = Link(rundir, notice=self._hear, open_cells=lambda: self._cells.open_cells())
+        self._link = Link(rundir, notice=self._hear, open_cells=self._open_cells)
         self._cells = Cells(self._link, self._client)
 
     # ---- what it is
@@ -112,7 +96,7 @@ class Cluster:
     def status(self) -> list[RankStatus]:
         """The seats now, in slot order."""
         view = self._ask(od.QueryView(), 5.0)
-        return [_status(seat) for seat in view.seats]
+        return [rank_status(seat) for seat in view.seats]
 
     # ---- cells and values
 
@@ -144,7 +128,10 @@ class Cluster:
         return self._cells.run(code, ranks=chosen, timeout=timeout, once=once, watch=watch)
 
     def push(self, *, ranks: int | Iterable[int] | None = None, **named: Any) -> None:
-        """Bind names on the engines; engines that join later get them too. Raises what pickling a value raises."""
+        """Bind names on the engines; engines that join later get them too.
+
+        Raises what pickling a value raises.
+        """
         packed = {}
         for name, value in named.items():
             try:
@@ -186,7 +173,10 @@ class Cluster:
     def kill(
         self, ranks: int | Iterable[int], *, signal: Literal["KILL", "TERM", "STOP"] = "KILL"
     ) -> None:
-        """Take engines down, to watch the recovery. Returns when the exits are recorded (STOP: when it is delivered)."""
+        """Take engines down, to watch the recovery.
+
+        Returns when the exits are recorded (STOP: when it is delivered).
+        """
         if signal not in ("KILL", "TERM", "STOP"):
             raise ValueError(f"signal={signal!r}: must be KILL, TERM or STOP")
         chosen = self._chosen(ranks) or ()
@@ -231,7 +221,7 @@ class Cluster:
                 if given_up and view.phase == "running":
                     raise RecoveryFailed(view.reason)
                 if time.monotonic() > deadline:
-                    raise TimeoutError(_unhealthy(view, timeout, after))
+                    raise TimeoutError(why_unhealthy(view, timeout, after))
                 self._changed.wait(0.1)
 
     # ---- start and end
@@ -275,10 +265,9 @@ class Cluster:
         if _current is self:
             _current = None
         atexit.unregister(self.shutdown)
-        try:
+        # A supervisor that is gone or stuck leaves what is ended below.
+        with contextlib.suppress(NbdistError, TimeoutError):
             self._link.ask(od.Shutdown(), SHUTDOWN_LIMIT_S)
-        except (NbdistError, TimeoutError):
-            pass  # the supervisor is gone or stuck: what it would have ended is ended below
         self._link.close()
         end_processes(self._rundir.path, timeout_s=5.0)
         self._client.close()
@@ -310,6 +299,9 @@ class Cluster:
             )
         return self._view
 
+    def _open_cells(self) -> list[CellId]:
+        return self._cells.open_cells()
+
     def _hear(self, notice: Any) -> None:
         """From the link's thread: store and return."""
         if isinstance(notice, od.WorldView):
@@ -337,7 +329,7 @@ class Cluster:
 
     def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
         for rank in ranks:
-            if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            if not 0 <= rank < self.world_size:
                 world = f"ranks 0-{self.world_size - 1}" if self.world_size else "no rank"
                 raise TargetError(f"rank {rank} is not in the present world ({world})")
         return tuple(ranks)
@@ -351,23 +343,16 @@ class Cluster:
 
 
 def start(
-    num_engines: int | None = None,
-    *,
-    profile: str | None = None,
-    threads_per_engine: int | None = None,
-    devices: Sequence[int] | None = None,
-    hosts: Sequence[str] = (),
-    **settings: Any,
+    num_engines: int | None = None, *, profile: str | None = None, **settings: Any
 ) -> Cluster:
     """Start engines and form their group; returns when cells can run.
 
     Args:
         num_engines: how many; None: as many as `devices`, else GPUs, else CPU cores.
         profile: a TOML file with settings in a table `[nbdist]`; arguments stand over it.
-        threads_per_engine: intra-op threads of an engine; None: cores divided by engines.
-        devices: GPU index of each slot.
-        hosts: hosts beside this one.
-        **settings: further fields of `nbdist.config.ClusterConfig`.
+        **settings: fields of `nbdist.config.ClusterConfig`, such as `devices=[0, 1]`,
+            `backend="gloo"`, `policy="shrink"`, `min_world=2`, `hang_timeout_s=10.0`,
+            `start_timeout_s=60.0`, `keep=True`, `threads_per_engine=1`. None: the default.
 
     Raises:
         WrongState: a cluster runs already in this kernel.
@@ -378,12 +363,10 @@ def start(
     if sys.platform == "win32":
         raise StartFailed("nbdist does not run on Windows; in WSL it does")
     if _current is not None:
-        raise WrongState(
-            f"cluster {_current.id} runs already; end it first: shutdown() or %dist_shutdown"
-        )
-    config = _config(num_engines, profile, threads_per_engine, devices, hosts, settings)
-    rundir = RunDir.create(config, Owner.this())
-    cluster = Cluster(rundir, config)
+        how = "shutdown() or %dist_shutdown end it"
+        raise WrongState(f"cluster {_current.id} runs already in this kernel; {how}")
+    config = cluster_config(profile, num_engines=num_engines, **settings)
+    cluster = Cluster(RunDir.create(config, Owner.this()), config)
     try:
         cluster.bring_up()
     except BaseException:
@@ -401,57 +384,3 @@ def current() -> Cluster:
             "no cluster runs in this kernel; start one with %dist_init or nbdist.start()"
         )
     return _current
-
-
-def _config(
-    num_engines: int | None,
-    profile: str | None,
-    threads_per_engine: int | None,
-    devices: Sequence[int] | None,
-    hosts: Sequence[str],
-    settings: dict[str, Any],
-) -> ClusterConfig:
-    given: dict[str, Any] = {}
-    if profile is not None:
-        try:
-            given |= tomllib.loads(Path(profile).read_text()).get("nbdist", {})
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"profile={profile!r} cannot be read: {error}") from error
-    given |= settings
-    if devices is not None:
-        given["devices"] = tuple(devices)
-    if hosts:
-        given["hosts"] = tuple(hosts)
-    if threads_per_engine is not None:
-        given["threads_per_engine"] = threads_per_engine
-    if num_engines is not None:
-        given["num_engines"] = num_engines
-    given.setdefault("num_engines", len(given.get("devices", ())) or default_num_engines())
-    return ClusterConfig.from_mapping(given)
-
-
-def _status(seat: od.SeatView) -> RankStatus:
-    return RankStatus(
-        rank=seat.rank,
-        slot=seat.slot,
-        state=seat.state,
-        generation=seat.generation,
-        device=seat.device,
-        pid=seat.pid,
-        host=seat.host,
-        memory_bytes=seat.rss_bytes,
-        step=None,
-        samples_per_second=None,
-        activity=seat.activity,
-        not_restored=dict(seat.not_restored),
-    )
-
-
-def _unhealthy(view: od.WorldView, timeout: float, after: int | None) -> str:
-    missing = [f"slot {s.slot} is {s.state}" for s in view.seats if s.state != "member"]
-    text = f"not healthy after {timeout:g} s: the world is {view.phase}"
-    if missing:
-        text += f", {'; '.join(missing)}"
-    if after is not None and view.membership.generation <= after:
-        text += f"; generation {view.membership.generation} has not passed {after}"
-    return text + (f" ({view.reason})" if view.reason else "")

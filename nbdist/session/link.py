@@ -1,6 +1,7 @@
 """The kernel's road to the supervisor: one thread, one socket; starts the supervisor and replaces it when it is gone.
 
-Callers hand in orders and get futures; the thread calls back with what the supervisor says by itself. The callbacks run
+Callers hand in orders and get futures; the thread calls back with what the supervisor says by
+itself. The callbacks run
 in this thread: they store and return.
 """
 
@@ -13,9 +14,8 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -24,8 +24,12 @@ from nbdist.errors import NbdistError, WrongState, named_error
 from nbdist.processes import spawn
 from nbdist.protocol import orders as od
 from nbdist.protocol import wire
-from nbdist.protocol.ids import CellId
-from nbdist.rundir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from nbdist.protocol.ids import CellId
+    from nbdist.rundir import RunDir
 
 PING_PERIOD_S = 0.5
 SILENCE_LIMIT_S = 8.0

@@ -5,12 +5,17 @@ Filled by `session.cells` in the ipyparallel client's thread, read by whoever sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 State = Literal["running", "ok", "error", "died", "released"]
-"""How a rank's part of a cell stands. "released": it waited for a rank that failed, and was freed."""
+"""How a rank's part of a cell stands.
+
+"released": it waited for a rank that failed, and was freed.
+"""
 
 
 @dataclass
@@ -85,7 +90,8 @@ class CellResult:
 
     Attributes:
         outputs: rank -> everything it printed or showed, as text.
-        values: rank -> value of the cell's last expression (tensors on the CPU), None where it has none; `NotSent` where
+        values: rank -> value of the cell's last expression (tensors on the CPU), None where it has
+            none; `NotSent` where
             it could not be sent, with the reason.
         generation: the group in which it ran.
         seconds: from sending to the last answer.

@@ -1,0 +1,1 @@
+"""The process that starts, watches and heals engines, and the processes that it starts for it."""

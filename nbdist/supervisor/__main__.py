@@ -1,4 +1,7 @@
-"""The supervisor's process: `python -m nbdist.supervisor RUNDIR`. Wires the rooms together, nothing else."""
+"""The supervisor's process: `python -m nbdist.supervisor RUNDIR`.
+
+Wires the rooms together, nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """ipyparallel's controller in a wrapper: all in one process, on loopback, with CURVE, and ended by the lease.
 
-`python -m nbdist.supervisor.controller RUNDIR`. The controller itself never ends when those who started it are gone; the
-lease's thread here sees to that. Heartbeats come often, so that an engine's registration is complete at once, and may be
-missed for long, so that ipyparallel never drops an engine before the supervisor has judged it.
+`python -m nbdist.supervisor.controller RUNDIR`. The controller itself never ends when those who
+started it are gone; the lease's thread here sees to that. Heartbeats come often, so that an
+engine's registration is complete at once, and may be missed for long, so that ipyparallel never
+drops an engine before the supervisor has judged it.
 """
 
 from __future__ import annotations

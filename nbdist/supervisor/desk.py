@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from nbdist.protocol import orders as od
-from nbdist.protocol.ids import CellId
-from nbdist.supervisor.journal import Journal
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.seats import BY_USER, SeatState
-from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import msgspec
+
+    from nbdist.protocol.ids import CellId
+    from nbdist.supervisor.journal import Journal
+    from nbdist.supervisor.state import Machine
 
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "STOP": signal.SIGSTOP}
 

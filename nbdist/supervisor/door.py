@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq
 from zmq.auth.base import Authenticator
 
 from nbdist.protocol import wire
-from nbdist.rundir import Keys, RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import msgspec
+
+    from nbdist.rundir import Keys, RunDir
 
 DOMAIN = "nbdist"
 MAX_MESSAGES = 256

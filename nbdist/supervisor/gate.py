@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from nbdist.protocol.ids import CellId, Slot
-from nbdist.protocol.topology import Membership
 from nbdist.supervisor.instructions import AdmitCell, Instruction, RefuseCell
+
+if TYPE_CHECKING:
+    from nbdist.protocol.ids import CellId, Slot
+    from nbdist.protocol.topology import Membership
 
 RELEASE_AFTER_S = 0.2
 """A wait for a rank whose cell has failed is broken when it lasts this long: one that others can still end does not."""

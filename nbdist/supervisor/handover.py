@@ -1,18 +1,21 @@
 """Which names a newcomer is given, decided from digests of everybody's values. Pure.
 
-A name is copied when it is equal on all survivors, and missing or different on the newcomer. What survivors hold
-differently (`x = rank`) is the newcomer's own, made by the replay.
+A name is copied when it is equal on all survivors, and missing or different on the newcomer. What
+survivors hold differently (`x = rank`) is the newcomer's own, made by the replay.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
-from nbdist.protocol.ids import Slot
-from nbdist.protocol.topology import Membership
 from nbdist.supervisor.instructions import Instruction, Tell
+
+if TYPE_CHECKING:
+    from nbdist.protocol.ids import Slot
+    from nbdist.protocol.topology import Membership
 
 REPLICATED = ("module:", "optimizer:", "ddp:")
 """Kinds that are replicas of one another by nature. With a single survivor "equal on all" says nothing, so that then

@@ -1,8 +1,8 @@
 """When is an engine that sends no beats taken for dead? Pure: observations in, a verdict out.
 
-A beat is no threshold. In a cell or idle, an engine is killed only when its process makes no progress at all for
-`hang_timeout_s`: it is stopped, or uses no CPU time. Busy without a beat is native code that holds the interpreter, and
-is left alone; so is a process that a debugger holds.
+A beat is no threshold. In a cell or idle, an engine is killed only when its process makes no
+progress at all for `hang_timeout_s`: it is stopped, or uses no CPU time. Busy without a beat is
+native code that holds the interpreter, and is left alone; so is a process that a debugger holds.
 """
 
 from __future__ import annotations

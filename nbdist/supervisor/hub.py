@@ -1,19 +1,22 @@
 """The supervisor's two sockets to ipyparallel's hub: hears of engines that unregister, and unregisters dead ones.
 
-Engines run without ipyparallel's nanny processes, so the hub would notice a death only by missed heartbeats. The
-supervisor knows at once, from the zygote, and says it in the nanny's own words, so that every ipyparallel client sees it.
+Engines run without ipyparallel's nanny processes, so the hub would notice a death only by missed
+heartbeats. The supervisor knows at once, from the zygote, and says it in the nanny's own words, so
+that every ipyparallel client sees it.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from jupyter_client.session import Session
 
 from nbdist.protocol.ids import EngineId
-from nbdist.rundir import RunDir
+
+if TYPE_CHECKING:
+    from nbdist.rundir import RunDir
 
 
 class HubLink:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from nbdist.protocol.ids import CellId, Slot
-from nbdist.protocol.orders import AgentOrder, EngineLost, RanksReleased
-from nbdist.protocol.topology import Membership
+if TYPE_CHECKING:
+    from nbdist.protocol.ids import CellId, Slot
+    from nbdist.protocol.orders import AgentOrder, EngineLost, RanksReleased
+    from nbdist.protocol.topology import Membership
 
 
 @dataclass(frozen=True)

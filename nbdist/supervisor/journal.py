@@ -1,18 +1,23 @@
 """Cells and pushes that an engine replays when it joins; kept on disk too, for a supervisor that takes over.
 
-An entry is kept when the cell succeeded, was not `once`, and did not run longer than the replay limit. The journal is
-bounded: the oldest entries go first, and how many went is counted (what all survivors hold alike is copied anyway).
+An entry is kept when the cell succeeded, was not `once`, and did not run longer than the replay
+limit. The journal is
+bounded: the oldest entries go first, and how many went is counted (what all survivors hold alike is
+copied anyway).
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nbdist.protocol import wire
 from nbdist.protocol.ids import CellId, Slot
 from nbdist.protocol.orders import Entry
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_ENTRIES = 5_000
 MAX_BYTES = 64_000_000

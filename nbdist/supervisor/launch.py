@@ -1,23 +1,28 @@
 """Start, signal and stop engines, one per slot: through the zygote, or where fork is not possible as fresh processes.
 
-Everything started here gets a process session of its own, so that a signal to the notebook's process group reaches none
-of it. The supervisor's thread polls `fileno` and calls `read`; nothing here blocks.
+Everything started here gets a process session of its own, so that a signal to the notebook's
+process group reaches none of it. The supervisor's thread polls `fileno` and calls `read`; nothing
+here blocks.
 """
 
 from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nbdist.config import LOOPBACK
-from nbdist.protocol import forks, wire
-from nbdist.protocol.ids import Slot
 from nbdist.processes import spawn
+from nbdist.protocol import forks, wire
 from nbdist.rundir import RunDir, Surroundings
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterator
+
+    from nbdist.protocol.ids import Slot
 
 
 @dataclass

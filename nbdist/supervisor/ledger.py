@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nbdist.protocol.orders import WorldView
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_BYTES = 4_000_000
 """A longer ledger is begun anew with its last line."""

@@ -209,7 +209,8 @@ class Loop:
     def _hear_hub(self) -> None:
         engine_id = self._hub.unregistered() if self._hub is not None else None
         for seat in self._machine.seats.values():
-            # Of an engine that died the zygote tells more. One that lives on is news, and of no use.
+            # Of an engine that died the zygote tells more. One that lives on is news, and of no
+            # use.
             is_dropped = engine_id is not None and seat.engine_id == engine_id
             if is_dropped and seat.pid is not None and observe(seat.pid) is not None:
                 self._machine.kill(seat, "ipyparallel dropped its registration")

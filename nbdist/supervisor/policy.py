@@ -1,11 +1,15 @@
-"""Failure to decision: refill or shrink, go on or give up. Pure: values in, a decision with its reason out."""
+"""Failure to decision: refill or shrink, go on or give up.
+
+Pure: values in, a decision with its reason out.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from nbdist.config import ClusterConfig
+if TYPE_CHECKING:
+    from nbdist.config import ClusterConfig
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ def decide_seat(
 
     Args:
         config: settings.
-        restarts: how often in a row this seat's engine ended before it was in a group, this time included.
+        restarts: how often in a row this seat's engine ended before it was in a group, this time
+            included.
         was_started: whether the world had been formed at least once.
         last: how the engine ended, in words.
     """

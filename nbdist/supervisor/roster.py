@@ -5,13 +5,17 @@ Knows nothing of groups; `state` decides when its newcomers are admitted.
 
 from __future__ import annotations
 
-from nbdist.config import ClusterConfig
-from nbdist.protocol import events as ev
-from nbdist.protocol import orders as od
+from typing import TYPE_CHECKING
+
 from nbdist.protocol.ids import Slot
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor import policy
 from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
+
+if TYPE_CHECKING:
+    from nbdist.config import ClusterConfig
+    from nbdist.protocol import events as ev
+    from nbdist.protocol import orders as od
 
 
 class Roster:

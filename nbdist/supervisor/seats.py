@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from nbdist.protocol.events import Beat
-from nbdist.protocol.ids import EngineId, Slot
+from nbdist.errors import guess_cause
+from nbdist.protocol.orders import EngineLost
 from nbdist.protocol.topology import Member
 
+if TYPE_CHECKING:
+    from nbdist.protocol.events import Beat, EngineExited, IncidentKind
+    from nbdist.protocol.ids import EngineId, Slot
 
 BY_USER = "ordered by the user"
 """Why an engine was killed, where the user wanted it."""
@@ -76,3 +80,47 @@ class Seat:
         if self.engine_id is None or self.pid is None:
             raise ValueError(f"slot {self.slot} has no registered engine")
         return Member(slot=self.slot, engine_id=self.engine_id, pid=self.pid, host=self.host)
+
+
+@dataclass(frozen=True)
+class End:
+    """How an engine ended, and why as far as is known."""
+
+    event: EngineExited
+    how: str
+    """Signal or exit code, in words."""
+    guess: str
+    """Likely cause; empty where nothing can be said."""
+    cause: str
+    """For the incident: `user`, or how it ended."""
+    at: float
+    """When: the moment of the order, where the user ordered it."""
+
+    @classmethod
+    def of(cls, seat: Seat, event: EngineExited) -> End:
+        """The end that `event` reports of the engine on `seat`."""
+        how = event.signal or f"exit code {event.exit_code}"
+        return cls(
+            event=event,
+            how=how,
+            guess=seat.killed_why or guess_cause(event.signal),
+            cause="user" if seat.killed_why == BY_USER else how,
+            at=seat.ordered_at or event.at,
+        )
+
+    @property
+    def kind(self) -> IncidentKind:
+        """Whether it was found hung, or simply ended."""
+        return "hung" if self.event.detector == "beat" else "lost"
+
+    def notice(self, rank: int) -> EngineLost:
+        """What the kernel is told at once."""
+        return EngineLost(
+            slot=self.event.slot,
+            rank=rank,
+            pid=self.event.pid,
+            signal=self.event.signal,
+            exit_code=self.event.exit_code,
+            guess=self.guess,
+            last_lines=(),
+        )

@@ -2,20 +2,23 @@
 
 Phases of the world, one at a time:
 
-    starting -> forming -> restoring -> running -> breaking -> forming -> …      and from any of them: failed
+    starting -> forming -> restoring -> running -> breaking -> forming -> …      and from any of
+    them: failed
 
-*starting*: the first engines come up. *breaking*: every member leaves the group of `generation` (cut, destroy, report).
-*forming*: the same order to every member. *restoring*: newcomers are given what survivors hold and the journal did not
-bring back. *failed*: nothing is left to go on with; only a shutdown leads out.
+*starting*: the first engines come up. *breaking*: every member leaves the group of `generation`
+(cut, destroy, report).
+*forming*: the same order to every member. *restoring*: newcomers are given what survivors hold and
+the journal did not bring back. *failed*: nothing is left to go on with; only a shutdown leads out.
 
-Cells and planned changes exclude one another: a newcomer, or a seat that is given back, is dealt with when no cell runs,
-and cells that begin meanwhile wait until the new world is formed. A loss breaks the group at once.
+Cells and planned changes exclude one another: a newcomer, or a seat that is given back, is dealt
+with when no cell runs, and cells that begin meanwhile wait until the new world is formed. A loss
+breaks the group at once.
 """
 
 from __future__ import annotations
 
-from nbdist.config import ClusterConfig
-from nbdist.errors import guess_cause
+from typing import TYPE_CHECKING
+
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.protocol.ids import CellId, Generation, Slot
@@ -26,8 +29,11 @@ from nbdist.supervisor.gate import RELEASE_AFTER_S, Gate, WaitingCell
 from nbdist.supervisor.handover import Handover, HandoverEvent
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.roster import Roster
-from nbdist.supervisor.seats import BY_USER, THE_SEAT, Seat, SeatState
+from nbdist.supervisor.seats import THE_SEAT, End, Seat, SeatState
 from nbdist.supervisor.story import Story
+
+if TYPE_CHECKING:
+    from nbdist.config import ClusterConfig
 
 UNBLOCK_LIMIT_S = 3.0
 """A member that still stands in a native wait this long after its group was cut cannot be freed, and is killed."""
@@ -130,18 +136,15 @@ class Machine:
         seat = self.roster.seat(event.slot, event.pid)
         if seat is None:
             return
-        how = event.signal or f"exit code {event.exit_code}"
-        guess = seat.killed_why or guess_cause(event.signal)
-        cause = "user" if seat.killed_why == BY_USER else how
-        ended_at = seat.ordered_at or event.at
         was_member = seat.is_in_group and event.slot in self.membership
-        self._vacate(seat, how, now)
+        end = End.of(seat, event)
+        self._vacate(seat, end.how, now)
         if was_member and self.phase is not Phase.FAILED:
             rank = int(self.membership.rank_of(event.slot))
-            self._out.append(do.Notify(_lost(event, rank, guess)))
-            kind: ev.IncidentKind = "hung" if event.detector == "beat" else "lost"
-            self.story.begin(kind, self.generation, {event.slot: rank}, cause, now, now - ended_at)
-            self._break(f"rank {rank} (slot {event.slot}) is gone: {how}", now)
+            self._out.append(do.Notify(end.notice(rank)))
+            ranks, detect_s = {event.slot: rank}, now - end.at
+            self.story.begin(end.kind, self.generation, ranks, end.cause, now, detect_s)
+            self._break(f"rank {rank} (slot {event.slot}) is gone: {end.how}", now)
         self._go_on(now)
 
     def start_failed(self, event: ev.EngineStartFailed, now: float) -> None:
@@ -400,15 +403,3 @@ class Machine:
 
     def _enter(self, phase: Phase, reason: str, now: float) -> None:
         self.phase, self.reason, self.phase_since = phase, reason, now
-
-
-def _lost(event: ev.EngineExited, rank: int, guess: str) -> od.EngineLost:
-    return od.EngineLost(
-        slot=event.slot,
-        rank=rank,
-        pid=event.pid,
-        signal=event.signal,
-        exit_code=event.exit_code,
-        guess=guess,
-        last_lines=(),
-    )

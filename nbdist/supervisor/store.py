@@ -1,8 +1,8 @@
 """The rendezvous store: a process of its own, the zygote's first child.
 
-It decides nothing: groups find the addresses of their members here, under keys that carry the generation. torch's
-TCPStore knows no authentication, and by itself would listen on every interface; so the listening socket is bound here,
-to loopback, and handed over.
+It decides nothing: groups find the addresses of their members here, under keys that carry the
+generation. torch's TCPStore knows no authentication, and by itself would listen on every interface;
+so the listening socket is bound here, to loopback, and handed over.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from nbdist.config import LOOPBACK
 from nbdist.rundir import Lease, RunDir
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 KEPT_GENERATIONS = 2
 _GENERATION = re.compile(r"/?g(\d+)/")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from nbdist.protocol.events import Incident, IncidentKind
-from nbdist.protocol.ids import Generation, Slot
-from nbdist.protocol.topology import Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nbdist.protocol.ids import Generation, Slot
+    from nbdist.protocol.topology import Membership
 
 MAX_INCIDENTS = 1_000
 """Older ones are forgotten."""

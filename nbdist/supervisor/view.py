@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nbdist.protocol.orders import SeatView, WorldView
-from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
 from nbdist.supervisor.phase import Phase
-from nbdist.supervisor.state import Machine
+from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
+
+if TYPE_CHECKING:
+    from nbdist.supervisor.state import Machine
 
 
 def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:

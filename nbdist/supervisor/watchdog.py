@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 
 from nbdist.protocol import events as ev
 from nbdist.supervisor.hang import HangWatch, Observation
-from nbdist.supervisor.seats import Seat
+
+if TYPE_CHECKING:
+    from nbdist.supervisor.seats import Seat
 
 PERIOD_S = 0.25
 

@@ -1,10 +1,11 @@
 """The process that has torch imported and forks engines, so that one starts in a fraction of a second.
 
-A fresh process (`python -m nbdist.supervisor.zygote RUNDIR`) in which only imports ran: it has one thread, which is
-asserted before each fork, since a forked child of a threaded process can inherit a lock that nobody will release; and it
-never touches a GPU. It is the parent of its engines, so it alone learns with which signal they ended. It outlives a
-supervisor for the length of a lease, keeps the exits that nobody was there to hear, and takes everything with it when
-the lease runs out. It imports torch and, in its children, `nbdist.engine`; never ipywidgets or zmq's context.
+A fresh process (`python -m nbdist.supervisor.zygote RUNDIR`) in which only imports ran: it has one
+thread, which is asserted before each fork, since a forked child of a threaded process can inherit a
+lock that nobody will release; and it never touches a GPU. It is the parent of its engines, so it
+alone learns with which signal they ended. It outlives a supervisor for the length of a lease, keeps
+the exits that nobody was there to hear, and takes everything with it when the lease runs out. It
+imports torch and, in its children, `nbdist.engine`; never ipywidgets or zmq's context.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbdist.protocol import forks, wire
-from nbdist.protocol.ids import Slot
-from nbdist.rundir import Lease, RunDir, Surroundings
+from nbdist.rundir import Lease, RunDir
 from nbdist.supervisor import store
+
+if TYPE_CHECKING:
+    from nbdist.protocol.ids import Slot
 
 PRELOADED = (
     "torch",
@@ -189,7 +192,10 @@ class Zygote:
     # ---- the supervisor
 
     def accept(self) -> None:
-        """A supervisor connects; a later one takes the place of an earlier one. Only our own user may."""
+        """A supervisor connects; a later one takes the place of an earlier one.
+
+        Only our own user may.
+        """
         peer, _ = self.listener.accept()
         credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", credentials)[1] != os.getuid():

@@ -1,0 +1,33 @@
+"""From what the user gives to a `ClusterConfig`: arguments over a profile over what this host has."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from nbdist.config import ClusterConfig
+from nbdist.gpus import default_num_engines
+
+
+def cluster_config(profile: str | None, **given: Any) -> ClusterConfig:
+    """Settings of a new cluster.
+
+    Args:
+        profile: a TOML file with settings in a table `[nbdist]`, or None.
+        **given: fields of `ClusterConfig`; one that is None was not given.
+
+    Raises:
+        ValueError: a setting that makes no sense, or a profile that cannot be read.
+    """
+    settings: dict[str, Any] = {}
+    if profile is not None:
+        try:
+            settings = dict(tomllib.loads(Path(profile).read_text()).get("nbdist", {}))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"profile={profile!r} cannot be read: {error}") from error
+    for name, value in given.items():
+        if value is not None:
+            settings[name] = tuple(value) if name in ("devices", "hosts") else value
+    settings.setdefault("num_engines", len(settings.get("devices", ())) or default_num_engines())
+    return ClusterConfig.from_mapping(settings)

@@ -1,0 +1,58 @@
+"""The world in words and rows, from what the supervisor says of it. No threads, no sockets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbdist.protocol import orders as od
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One seat and the engine on it."""
+
+    rank: int | None
+    """Rank in the present group; None while it is in none."""
+    slot: int
+    state: str
+    generation: int
+    device: str
+    pid: int | None
+    host: str
+    memory_bytes: int
+    """Resident memory of the engine."""
+    step: int | None
+    samples_per_second: float | None
+    activity: str
+    """What its main thread does, where that is known."""
+    not_restored: dict[str, str]
+    """Name -> why it could not be brought back after a refill."""
+
+
+def rank_status(seat: od.SeatView) -> RankStatus:
+    """One row."""
+    return RankStatus(
+        rank=seat.rank,
+        slot=seat.slot,
+        state=seat.state,
+        generation=seat.generation,
+        device=seat.device,
+        pid=seat.pid,
+        host=seat.host,
+        memory_bytes=seat.rss_bytes,
+        step=None,
+        samples_per_second=None,
+        activity=seat.activity,
+        not_restored=dict(seat.not_restored),
+    )
+
+
+def why_unhealthy(view: od.WorldView, timeout: float, after: int | None) -> str:
+    """What is missing after a wait of `timeout` seconds for a generation past `after`."""
+    missing = [f"slot {s.slot} is {s.state}" for s in view.seats if s.state != "member"]
+    text = f"not healthy after {timeout:g} s: the world is {view.phase}"
+    if missing:
+        text += f", {'; '.join(missing)}"
+    if after is not None and view.membership.generation <= after:
+        text += f"; generation {view.membership.generation} has not passed {after}"
+    return text + (f" ({view.reason})" if view.reason else "")
