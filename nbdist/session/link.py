@@ -69,6 +69,7 @@ class Link:
         self._sent: set[int] = set()
         self._heard = 0.0
         self._num_replacements = 0
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def start(self) -> None:
@@ -109,10 +110,14 @@ class Link:
     def close(self) -> None:
         """End the thread; the supervisor is ended by an order, not here. Safe to call twice."""
         with self._lock:
-            self._is_closing = True
-        os.write(self._woken, b"x")
+            if self._is_closed:
+                return
+            self._is_closing = self._is_closed = True
+            os.write(self._woken, b"x")
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(5)
+        os.close(self._wakeup)
+        os.close(self._woken)
         if self._supervisor is not None:
             try:
                 self._supervisor.wait(3)
@@ -122,7 +127,9 @@ class Link:
 
     def _put(self, request: od.Request) -> None:
         self._outbox.put(request)
-        os.write(self._woken, b"x")
+        with self._lock:
+            if not self._is_closed:
+                os.write(self._woken, b"x")
 
     def _start_supervisor(self) -> None:
         self._supervisor = spawn(self._rundir, "nbdist.supervisor", "supervisor")
@@ -160,7 +167,6 @@ class Link:
         socket.disable_monitor()
         context.destroy(linger=200)
         self._fail_pending(WrongState("the cluster is shut down"))
-        os.close(self._wakeup)
 
     def _connect(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
