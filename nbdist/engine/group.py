@@ -50,7 +50,11 @@ class Groups:
         self.cut_generation = 0
         """Newest generation that was cut."""
         self._was_cut = threading.Event()
+        self._superseded = 0
+        """Newest generation that nobody is to form any more."""
         self._forming_own = False
+        self._forming: tuple[str, int, int] | None = None
+        """Name, own rank and size of the group that the main thread is forming."""
         self._refs: list[sockets.SocketRef] = []
         self._gone: weakref.WeakSet[Any] = weakref.WeakSet()
         self._store: Any = None
@@ -90,10 +94,25 @@ class Groups:
 
         From the agent's thread; returns at once.
         """
+        self._superseded = max(self._superseded, generation)  # before `_forming` is looked at
         if generation == self.generation:
             self.cut_generation = generation
             sockets.cut(list(self._refs))
             self._was_cut.set()
+            self._unblock()
+
+    def _unblock(self) -> None:
+        """Free the main thread where it waits for a member, gone now, to form a group."""
+        forming = self._forming
+        if forming is None or self._store_at is None:
+            return
+        name, rank, size = forming
+        client = dist.TCPStore(*self._store_at, None, False, FORM_TIMEOUT, wait_for_workers=False)
+        store = dist.PrefixStore(f"g{self.generation}", client)
+        if not self._forming_own:  # torch keeps the user's groups below the default group
+            store = dist.PrefixStore(f"{self.generation * NAMES_PER_GENERATION}/", store)
+        store = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", store))
+        sockets.unblock_forming(store, rank, size)
 
     def wait_cut(self, timeout_s: float) -> bool:
         """Whether the present group has been cut, or is within the time."""
@@ -128,7 +147,17 @@ class Groups:
             asked = bound.arguments["timeout"]
             if self._forming_own:
                 bound.arguments["timeout"] = FORM_TIMEOUT
-            group, store = helper(*bound.args, **bound.kwargs)
+            self._forming = (
+                str(bound.arguments["group_name"]),
+                bound.arguments["group_rank"],
+                bound.arguments["group_size"],
+            )
+            try:
+                if self._superseded >= self.generation:
+                    raise dist.DistNetworkError(f"generation {self.generation} is broken already")
+                group, store = helper(*bound.args, **bound.kwargs)
+            finally:
+                self._forming = None
             if store is not None:
                 self._note(group, store)
                 if self._forming_own and dist.get_backend(group) != "fake":

@@ -22,12 +22,23 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 
+NOBODYS_PORT = 1
+"""tcpmux, which no host of ours serves."""
+
 
 class Store(Protocol):
     """The part of torch's stores that is needed here."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Values of keys."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def set(self, key: str, value: bytes, /) -> None:
+        """Store a value."""
         ...
 
 
@@ -103,6 +114,23 @@ def connected() -> Iterable[tuple[SocketRef, Address, Address]]:
             except OSError:
                 continue  # it listens, or is no longer connected
             yield SocketRef(int(name), info.st_ino), *ends
+
+
+def unblock_forming(store: Store, rank: int, world_size: int) -> None:
+    """Free a thread that waits, while a group forms, for the addresses of ranks that will not come.
+
+    They are given an address at which nobody listens, so that connecting to it fails at once.
+    For another thread, with a store client of its own: a client serves one call at a time.
+    """
+    if not store.check([f"0/{rank}"]):
+        return
+    (own,) = store.multi_get([f"0/{rank}"])
+    (name_length,) = struct.unpack_from("<Q", own, 0)
+    port_at = 16 + name_length + 2
+    nobody = own[:port_at] + struct.pack(">H", NOBODYS_PORT) + own[port_at + 2 :]
+    for peer in range(world_size):
+        if not store.check([f"0/{peer}"]):
+            store.set(f"0/{peer}", nobody)
 
 
 def cut(refs: Iterable[SocketRef]) -> int:

@@ -66,12 +66,10 @@ class Whereabouts:
 
     def _describe(self, frame: FrameType | None) -> tuple[str, str]:
         operation = "native wait"
-        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        while frame is not None and _is_plumbing(frame):
             name = frame.f_code.co_name
             if frame.f_code.co_filename.startswith(_DISTRIBUTED) and name not in _WRAPPERS:
                 operation = name
-            frame = frame.f_back
-        while frame is not None and frame.f_back is not None and self._is_plumbing(frame):
             frame = frame.f_back
         if frame is None:
             return operation, ""
@@ -79,6 +77,8 @@ class Whereabouts:
         place = "cell" if frame.f_globals is self._user_ns else frame.f_code.co_filename
         return operation, f"{place} line {frame.f_lineno}" + (f": {text}" if text else "")
 
-    @staticmethod
-    def _is_plumbing(frame: FrameType) -> bool:
-        return f"{os.sep}nbdist{os.sep}engine{os.sep}" in frame.f_code.co_filename
+
+def _is_plumbing(frame: FrameType) -> bool:
+    """Whether a frame is torch's, or one of ours that torch calls."""
+    name = frame.f_code.co_filename
+    return name.startswith(_TORCH) or f"{os.sep}nbdist{os.sep}engine{os.sep}" in name

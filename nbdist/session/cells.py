@@ -35,6 +35,10 @@ GRACE_AFTER_DEATH_S = 0.2
 ADMISSION_LIMIT_S = 60.0
 KILL_NOTICE_S = 2.0
 KILL_AFTER_S = 5.0
+ANNOUNCEMENT = (
+    "this rank does not react to the interrupt; it is killed "
+    f"{KILL_AFTER_S - KILL_NOTICE_S:g} s from now, and its variables are lost\n"
+)
 """After an interrupt: when a kill of the ranks that go on is announced, and when it is done."""
 
 
@@ -55,7 +59,8 @@ class CellRun:
         self.changed = threading.Condition()
         self._replied: set[int] = set()
         self._idle: set[int] = set()
-        self._is_dirty = True
+        self.is_dirty = True
+        """There is something that was not shown."""
 
     # ---- called in other threads
 
@@ -67,7 +72,7 @@ class CellRun:
             self.outputs[rank],
         )
         with self.changed:
-            self._is_dirty = True
+            self.is_dirty = True
             if kind == "stream":
                 output.add_text(content["name"], content["text"])
             elif kind in ("display_data", "execute_result"):
@@ -84,7 +89,7 @@ class CellRun:
         """The engine's reply, or what ipyparallel made up where it found the engine gone."""
         result = future.result()
         with self.changed:
-            self._is_dirty = True
+            self.is_dirty = True
             self._replied.add(rank)
             if self.outputs[rank].state == "running":
                 self._take(rank, result)
@@ -99,7 +104,7 @@ class CellRun:
             return
         with self.changed:
             if self.outputs[rank].state == "running":
-                self._is_dirty = True
+                self.is_dirty = True
                 self.outputs[rank].state = "died"
                 self.died_at = self.died_at or time.monotonic()
                 self.errors[rank] = EngineDied(
@@ -164,10 +169,11 @@ class CellRun:
         seconds = time.monotonic() - self.began
         return Progress(self.cell, ranks, done, self.membership.generation, seconds)
 
-    def take_dirty(self) -> bool:
-        """Whether there is something new to show since the last call."""
-        is_dirty, self._is_dirty = self._is_dirty, False
-        return is_dirty
+    def wait_for_change(self) -> None:
+        """Sleep until something comes in, or a moment."""
+        with self.changed:
+            if not self.is_over(time.monotonic()):
+                self.changed.wait(0.05)
 
     def result(self) -> CellResult:
         """What a cell that succeeded gave; raises `CellFailed` or `EngineDied` where it failed."""
@@ -308,48 +314,56 @@ class Cells:
         future.output.add_done_callback(partial(run.on_idle, rank))
 
     def _wait(self, run: CellRun, timeout: float | None, watch: Watch | None) -> None:
-        next_show = time.monotonic() + SHOW_PERIOD_S
+        show = _Throttle(run, watch)
         try:
             while not run.is_over(now := time.monotonic()):
                 if timeout is not None and now - run.began > timeout:
-                    self._expire(run, timeout)
-                if watch is not None and now >= next_show and run.take_dirty():
-                    watch(run.progress(done=False))
-                    next_show = time.monotonic() + SHOW_PERIOD_S
-                with run.changed:
-                    if not run.is_over(time.monotonic()):
-                        run.changed.wait(0.05)
+                    self._expire(run, timeout, show)
+                show(now)
+                run.wait_for_change()
         except KeyboardInterrupt:
-            self._interrupt(run)
+            self._interrupt(run, show)
             raise
 
-    def _expire(self, run: CellRun, timeout: float) -> None:
+    def _expire(self, run: CellRun, timeout: float, show: _Throttle) -> None:
         ranks = ", ".join(map(str, run.running))
-        self._interrupt(run)
-        text = f"the cell ran longer than its limit of {timeout:g} s; still running then: ranks {ranks}"
+        self._interrupt(run, show)
+        text = f"the cell ran longer than its limit of {timeout:g} s; still running: ranks {ranks}"
         raise CellFailed(text, run.errors)
 
-    def _interrupt(self, run: CellRun) -> None:
-        """KeyboardInterrupt where Python runs, a broken group where a collective waits; ranks that go on are ended."""
+    def _interrupt(self, run: CellRun, show: _Throttle) -> None:
+        """KeyboardInterrupt where Python runs, a broken group where a collective waits.
+
+        Ranks that go on all the same are ended after a while, and their seats filled again.
+        """
         self._link.say(od.InterruptCell(cell=run.cell))
         began, announced = time.monotonic(), False
         while not run.is_over(now := time.monotonic()):
             if now - began > KILL_NOTICE_S and not announced:
                 announced = True
-                run.outputs[run.running[0]].add_text(
-                    "stderr", self._announcement(run)
-                ) if run.running else None
+                for rank in run.running:
+                    run.outputs[rank].add_text("stderr", ANNOUNCEMENT)
+                run.is_dirty = True
             if now - began > KILL_AFTER_S:
                 slots = tuple(run.membership.slots[r] for r in run.running)
                 self._link.say(od.SignalEngines(slots=slots, signal="KILL"))
                 return
-            with run.changed:
-                run.changed.wait(0.05)
+            show(now)
+            run.wait_for_change()
 
-    @staticmethod
-    def _announcement(run: CellRun) -> str:
-        ranks = ", ".join(map(str, run.running))
-        return f"ranks {ranks} do not react to the interrupt and will be killed in {KILL_AFTER_S - KILL_NOTICE_S:g} s\n"
+
+class _Throttle:
+    """Shows a cell that has changed, but not too often."""
+
+    def __init__(self, run: CellRun, watch: Watch | None) -> None:
+        self._run, self._watch = run, watch
+        self._next = time.monotonic() + SHOW_PERIOD_S
+
+    def __call__(self, now: float) -> None:
+        if self._watch is not None and now >= self._next and self._run.is_dirty:
+            self._run.is_dirty = False
+            self._watch(self._run.progress(done=False))
+            self._next = time.monotonic() + SHOW_PERIOD_S
 
 
 def _copy(item: Any) -> Any:

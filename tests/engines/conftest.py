@@ -266,8 +266,10 @@ def lose(background):
             engines.run, f"import time\nwhile {stay}:\n    time.sleep(0.01)\n{collective}"
         )
         wait_until(
-            lambda: sum("waits in" in s.activity for s in engines.status() if s.rank in waiting)
-            == len(waiting),
+            lambda: (
+                sum("waits in" in s.activity for s in engines.status() if s.rank in waiting)
+                == len(waiting)
+            ),
             10,
             lambda: f"ranks {waiting} wait in a collective: {engines.status()}",
         )

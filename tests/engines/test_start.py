@@ -101,7 +101,9 @@ def test_collective(four):
 
 def test_timeout_of_groups_is_torchs_own(four):
     """One rank may prepare data for longer than it takes to form a group: what users see has torch's 30 minutes."""
-    minutes = "[g._get_backend(device).options._timeout.total_seconds() for g in (dist.group.WORLD, sub)]"
+    minutes = (
+        "[g._get_backend(device).options._timeout.total_seconds() for g in (dist.group.WORLD, sub)]"
+    )
     assert four.run(f"sub = dist.new_group([0, 1, 2, 3]); {minutes}").values == {
         r: [1800.0, 1800.0] for r in RANKS
     }
