@@ -59,6 +59,8 @@ class ClusterConfig:
         """Raises ValueError that names the field, the value and what is allowed."""
         _check(self.num_engines >= 1, "num_engines", self.num_engines, "at least 1")
         _check(self.min_world >= 1, "min_world", self.min_world, "at least 1")
+        few = f"at most num_engines={self.num_engines}"
+        _check(self.min_world <= self.num_engines, "min_world", self.min_world, few)
         _check(self.max_restarts >= 1, "max_restarts", self.max_restarts, "at least 1")
         _check(
             self.threads_per_engine >= 0, "threads_per_engine", self.threads_per_engine, "0 or more"

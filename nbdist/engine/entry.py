@@ -94,7 +94,17 @@ class Engine:
         self._agent.start(self._hello())
 
     async def handle(self, order: od.AgentOrder) -> None:
-        """Carry out an order in the main thread, between cells."""
+        """Carry out an order in the main thread, between cells.
+
+        An engine that cannot is of no use: it ends, and its seat is filled again.
+        """
+        try:
+            await self._carry_out(order)
+        except Exception:
+            log.exception("%s could not be carried out", type(order).__name__)
+            os._exit(70)
+
+    async def _carry_out(self, order: od.AgentOrder) -> None:
         match order:
             case od.ReplayJournal():
                 await self._replay(order)
@@ -211,18 +221,18 @@ class Engine:
             )
         )
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # a receiver died: the supervisor knows, and breaks the group
+        try:
             for receiver in order.receivers:
                 dist.send(tensor, receiver)
+        except RuntimeError as error:
+            self._hand_over_failed(error)
 
     def _receive(self, order: od.ReceiveNames) -> None:
         tensor = torch.empty(order.num_bytes, dtype=torch.uint8)
         try:
             dist.recv(tensor, order.donor)
         except RuntimeError as error:
-            log.warning("the hand-over broke off: %s", error)
+            self._hand_over_failed(error)
             return
         data = tensor.numpy().tobytes()
         if hashlib.sha256(data).hexdigest() == order.sha256:
@@ -231,6 +241,18 @@ class Engine:
             failed = dict.fromkeys(order.names, "what arrived is not what was sent")
         self._agent.tell(
             ev.NamesReceived(slot=self._slot, generation=order.generation, failed=failed)
+        )
+
+    def _hand_over_failed(self, error: RuntimeError) -> None:
+        """The other side died, most likely; the group is of no use any more."""
+        log.warning("the hand-over broke off: %s", error)
+        self._agent.tell(
+            ev.CollectiveFailed(
+                slot=self._slot,
+                pid=os.getpid(),
+                generation=Generation(self._groups.generation),
+                error=str(error),
+            )
         )
 
     # ---- helpers

@@ -50,7 +50,7 @@ class Groups:
         self.cut_generation = 0
         """Newest generation that was cut."""
         self._was_cut = threading.Event()
-        self._superseded = 0
+        self._superseded = -1
         """Newest generation that nobody is to form any more."""
         self._forming_own = False
         self._forming: tuple[str, int, int] | None = None

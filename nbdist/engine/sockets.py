@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,20 +26,8 @@ NOBODYS_PORT = 1
 """tcpmux, which no host of ours serves."""
 
 
-class Store(Protocol):
-    """The part of torch's stores that is needed here."""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Values of keys."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-        ...
-
-    def set(self, key: str, value: bytes, /) -> None:
-        """Store a value."""
-        ...
+Store: TypeAlias = Any
+"""One of torch's stores; this module needs no torch to work on their values."""
 
 
 class NotExact(RuntimeError):

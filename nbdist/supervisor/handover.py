@@ -65,6 +65,13 @@ class Handover:
         """Every newcomer has what can be given."""
         return self._plan is not None and not self._receivers
 
+    @property
+    def silent(self) -> tuple[Slot, ...]:
+        """Members whose part is waited for."""
+        if self._plan is not None:
+            return tuple(self._receivers)
+        return tuple(s for s in self._membership.slots if s not in self._digests)
+
     def begin(self) -> list[Instruction]:
         """Ask everybody for digests."""
         order = od.FingerprintNames(generation=self._membership.generation)
@@ -85,7 +92,7 @@ class Handover:
 
     def _fingerprinted(self, event: ev.NamesFingerprinted) -> list[Instruction]:
         self._digests[event.slot] = event.digests
-        if self._plan is not None or set(self._digests) < set(self._membership.slots):
+        if self._plan is not None or self.silent:
             return []
         self._plan = self._decide()
         self.unsettled = {slot: dict(why) for slot, why in self._plan.unsettled.items()}

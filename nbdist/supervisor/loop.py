@@ -31,6 +31,7 @@ from nbdist.supervisor.hub import HubLink
 from nbdist.supervisor.journal import Journal
 from nbdist.supervisor.launch import Zygote
 from nbdist.supervisor.ledger import Ledger
+from nbdist.supervisor.seats import SeatState
 from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import view_of
 from nbdist.supervisor.watchdog import Hung, Watchdog, observe
@@ -247,17 +248,20 @@ class Loop:
             self._machine.fail("the ipyparallel controller has ended; its log says why", now)
 
     def _start_waiting(self, now: float) -> None:
-        waiting, self._to_start = self._to_start, []
+        waiting, self._to_start = dict.fromkeys(self._to_start), []
         for slot in waiting:
+            seat = self._machine.seats.get(slot)
+            if seat is None or seat.state is not SeatState.STARTING or seat.pid is not None:
+                continue
             try:
-                devices = offered_slots(self._machine.size, self._config.devices)
-            except ValueError as error:
-                event = ev.EngineStartFailed(slot=slot, reason=str(error))
+                device = offered_slots(self._machine.size, self._config.devices)[slot]
+            except (ValueError, IndexError) as error:
+                event = ev.EngineStartFailed(slot=slot, reason=f"no device for it: {error}")
                 self._machine.start_failed(event, now)
                 continue
-            size = max(self._machine.size, 1)
-            threads = self._config.threads_per_engine or max(1, num_cores() // size)
-            env = engine_environment(devices[slot], threads)
+            threads = self._config.threads_per_engine
+            threads = threads or max(1, num_cores() // self._machine.size)
+            env = engine_environment(device, threads)
             env[RUNDIR_VARIABLE] = str(self._rundir.path)
             if (forked := self._zygote.start_engine(slot, env, threads)) is not None:
                 self._machine.forked(ev.EngineForked(slot=forked.slot, pid=forked.pid))

@@ -5,6 +5,7 @@ Knows nothing of groups; `state` decides when its newcomers are admitted.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from nbdist.protocol.ids import Slot
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from nbdist.config import ClusterConfig
     from nbdist.protocol import events as ev
     from nbdist.protocol import orders as od
+
+
+REPLAY_LIMIT_S = 600.0
+"""A newcomer that replays for longer is ended."""
 
 
 class Roster:
@@ -32,6 +37,8 @@ class Roster:
         self.size = config.num_engines
         self.seats: dict[Slot, Seat] = {Slot(i): Seat(Slot(i)) for i in range(self.size)}
         self.journal_length = 0
+        self._ended: deque[int] = deque(maxlen=256)
+        """Engines whose end was reported."""
 
     def in_state(self, *states: SeatState) -> list[Seat]:
         """Seats in one of these states, in slot order."""
@@ -58,11 +65,11 @@ class Roster:
         """Add seats, or have those beyond `size` given back; given-up seats get another try."""
         self.size = size
         for slot in map(Slot, range(size)):
-            seat = self.seats.setdefault(slot, Seat(slot))
+            seat = self.seats.setdefault(slot, Seat(slot, is_added=True))
             if seat.state in (SeatState.EMPTY, SeatState.GIVEN_UP):
                 seat.restarts, seat.not_restored = 0, {}
                 self._start(seat, now)
-            elif seat.state is SeatState.LEAVING:
+            elif seat.state is SeatState.LEAVING and not seat.is_told_to_end:
                 seat.state = SeatState.MEMBER
         for slot in [slot for slot in self.seats if slot >= size]:
             self._give_back(self.seats[slot])
@@ -83,13 +90,16 @@ class Roster:
 
     def forked(self, event: ev.EngineForked) -> None:
         """The zygote made a process."""
-        if seat := self.seats.get(event.slot):
+        seat = self.seats.get(event.slot)
+        if seat is not None and seat.pid in (None, event.pid):
             seat.pid = event.pid
         else:
-            self._out.append(do.KillEngine(event.slot, event.pid, "scaled down"))
+            self._out.append(do.KillEngine(event.slot, event.pid, "its seat is taken or gone"))
 
-    def hello(self, event: ev.EngineHello) -> Seat | None:
+    def hello(self, event: ev.EngineHello, now: float) -> Seat | None:
         """An engine is up; its seat, or None for a stranger, which is ended."""
+        if event.pid in self._ended:
+            return None  # its exit was reported on a faster road
         seat = self.seats.get(event.slot)
         if seat is None or seat.pid not in (None, event.pid):
             self._out.append(do.KillEngine(event.slot, event.pid, "it sits on no seat of ours"))
@@ -98,15 +108,15 @@ class Roster:
         seat.host, seat.device = event.host, event.device
         if seat.state is SeatState.STARTING:
             seat.replayed = event.replayed
-            self.replay(seat)
+            self.replay(seat, now)
         return seat
 
-    def replay(self, seat: Seat) -> None:
+    def replay(self, seat: Seat, now: float) -> None:
         """Have a newcomer run the journal from where it stands."""
         seat.is_late = seat.state is SeatState.READY
-        seat.state = SeatState.REPLAYING
+        seat.state, seat.started_at = SeatState.REPLAYING, now
         # The rank that it has once every seat that is being filled is filled: its old one.
-        empty = (SeatState.EMPTY, SeatState.GIVEN_UP)
+        empty = (SeatState.EMPTY, SeatState.GIVEN_UP, SeatState.LEAVING)
         seated = sorted(slot for slot, s in self.seats.items() if s.state not in empty)
         since, until = seat.replayed, self.journal_length
         rank = seated.index(seat.slot)
@@ -120,7 +130,7 @@ class Roster:
             seat.state = SeatState.READY
             seat.not_restored |= dict.fromkeys(event.failed, "its cell failed in the replay")
 
-    def vacate(self, seat: Seat, how: str, now: float, *, was_started: bool) -> None:
+    def vacate(self, seat: Seat, how: str, now: float, *, was_started: bool) -> str:
         """A seat's engine is gone: fill it again, leave it empty or give it up, as the policy says.
 
         Args:
@@ -128,13 +138,21 @@ class Roster:
             how: how it ended, in words.
             now: the time.
             was_started: whether a group has been formed at least once.
+
+        Returns:
+            The decision's reason.
         """
-        state = seat.state
+        was_leaving = seat.state is SeatState.LEAVING
+        if seat.pid is not None:
+            self._ended.append(seat.pid)
         seat.last_end = how
         seat.clear()
-        if state is SeatState.LEAVING or seat.slot >= self.size:
+        if seat.slot >= self.size:
             del self.seats[seat.slot]
-            return
+            return "the seat was given back"
+        if was_leaving:
+            self._start(seat, now)
+            return "the seat is wanted again"
         seat.state = SeatState.EMPTY
         seat.restarts += 1
         decision = policy.decide_seat(
@@ -144,6 +162,7 @@ class Roster:
             seat.state, seat.not_restored = SeatState.GIVEN_UP, {THE_SEAT: decision.reason}
         elif decision.action == "start":
             self._start(seat, now)
+        return decision.reason
 
     def kill(self, seat: Seat, why: str) -> None:
         """SIGKILL to a seat's engine, once; its exit will be reported."""
@@ -151,13 +170,17 @@ class Roster:
             seat.killed_why = why
             self._out.append(do.KillEngine(seat.slot, seat.pid, why))
 
-    def tick(self, now: float) -> None:
-        """End engines that do not come up in time."""
+    def tick(self, now: float) -> list[Seat]:
+        """End engines that do not come up in time; returns seats that never got a process."""
         limit_s = self._config.start_timeout_s
-        for seat in self.in_state(SeatState.STARTING):
-            if now - seat.started_at > limit_s:
-                seat.started_at = now
-                self.kill(seat, f"was not ready within {limit_s:g} s")
+        late = [s for s in self.in_state(SeatState.STARTING) if now - s.started_at > limit_s]
+        for seat in late:
+            seat.started_at = now
+            self.kill(seat, f"was not ready within {limit_s:g} s")
+        for seat in self.in_state(SeatState.REPLAYING):
+            if now - seat.started_at > REPLAY_LIMIT_S:
+                self.kill(seat, f"did not end its replay within {REPLAY_LIMIT_S:g} s")
+        return [seat for seat in late if seat.pid is None]
 
     # ---- taking up what another supervisor left
 

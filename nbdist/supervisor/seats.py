@@ -48,6 +48,10 @@ class Seat:
     """Whether its variables are the world's: it was in a group that ran."""
     replayed: int = 0
     """Journal entries that its engine has."""
+    is_added: bool = False
+    """It came with a change of size, and has not been a member yet."""
+    is_told_to_end: bool = False
+    """Its engine leaves, and will not be a member again."""
     is_late: bool = False
     """It replays cells that ran while it came up; new cells wait for it."""
     killed_why: str = ""
@@ -62,6 +66,7 @@ class Seat:
         """The engine is gone."""
         self.pid = self.engine_id = self.beat = None
         self.replayed, self.is_holder, self.is_late = 0, False, False
+        self.is_told_to_end, self.not_restored = False, {}
         self.killed_why, self.ordered_at = "", None
 
     @property
@@ -92,7 +97,7 @@ class End:
     guess: str
     """Likely cause; empty where nothing can be said."""
     cause: str
-    """For the incident: `user`, or how it ended."""
+    """For the incident: `user`, `heartbeat`, or how it ended."""
     at: float
     """When: the moment of the order, where the user ordered it."""
 
@@ -104,7 +109,7 @@ class End:
             event=event,
             how=how,
             guess=seat.killed_why or guess_cause(event.signal),
-            cause="user" if seat.killed_why == BY_USER else how,
+            cause=_cause(seat, event, how),
             at=seat.ordered_at or event.at,
         )
 
@@ -124,3 +129,9 @@ class End:
             guess=self.guess,
             last_lines=(),
         )
+
+
+def _cause(seat: Seat, event: EngineExited, how: str) -> str:
+    if seat.killed_why == BY_USER:
+        return "user"
+    return "heartbeat" if event.detector == "beat" else how

@@ -31,19 +31,18 @@ class Story:
         ranks: Mapping[Slot, int | None],
         cause: str,
         now: float,
-        detect_s: float | None = None,
-    ) -> None:
-        """Something happened to the slots in `ranks`; `detect_s`: how long ago, where known."""
+    ) -> Incident:
+        """Something happened to the slots in `ranks`."""
         incident = Incident(
             kind=kind,
             slots=tuple(ranks),
             ranks=tuple(rank for rank in ranks.values() if rank is not None),
             cause=cause,
             generation_before=generation,
-            detect_s=detect_s,
         )
         self.incidents.append(incident)
         self._open.append((incident, now))
+        return incident
 
     def regrouped(self, now: float) -> None:
         """A new group is formed."""
@@ -62,7 +61,7 @@ class Story:
         for incident, began in self._open:
             incident.generation_after = membership.generation
             incident.restore_s, incident.stall_s = now - restoring_since, now - began
-            if incident.kind == "joined":
+            if incident.kind in ("joined", "scaled"):
                 present = [s for s in incident.slots if s in membership]
                 incident.ranks = tuple(int(membership.rank_of(s)) for s in present)
                 for slot in present:

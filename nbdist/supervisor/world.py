@@ -1,0 +1,242 @@
+"""The world of one cluster: its phases, and how one leads to the other. Pure.
+
+    starting -> forming -> restoring -> running -> breaking -> forming -> …
+    and from any of them: failed
+
+*starting*: the first engines come up. *breaking*: every member leaves the group of `generation`
+(cut, destroy, report). *forming*: the same order to every member. *restoring*: newcomers are given
+what survivors hold and the journal did not bring back. *failed*: nothing is left to go on with;
+only a shutdown leads out.
+
+Cells and planned changes exclude one another: a newcomer, or a seat that is given back, is dealt
+with when no cell runs, and cells that begin meanwhile wait until the new world is formed. A loss
+breaks the group at once. What each event does stands in `state`.
+"""
+
+from __future__ import annotations
+
+from nbdist.config import ClusterConfig
+from nbdist.protocol import orders as od
+from nbdist.protocol.ids import Generation, Slot
+from nbdist.protocol.topology import EMPTY, Membership
+from nbdist.supervisor import instructions as do
+from nbdist.supervisor import policy
+from nbdist.supervisor.gate import Gate
+from nbdist.supervisor.handover import Handover
+from nbdist.supervisor.phase import Phase
+from nbdist.supervisor.roster import Roster
+from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
+from nbdist.supervisor.story import Story
+
+WAY_OUT = ". End it with %dist_reset and start anew with %dist_init."
+
+
+class World:
+    """Seats, the group, the cells that run on it, and what has happened."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._out: list[do.Instruction] = []
+        self.roster = Roster(config, self._out)
+        self.gate = Gate()
+        self.story = Story()
+        self.phase = Phase.STARTING
+        self.phase_since = 0.0
+        self.reason = "the first engines are being started"
+        self.membership: Membership = EMPTY
+        self.awaited: set[Slot] = set()
+        """Members whose report is waited for."""
+        self.was_running = False
+        """Whether a group has ever been whole: from then on newcomers are given what members hold."""
+        self.handover: Handover | None = None
+        self._form_failures = 0
+        self._uncuttable: set[Slot] = set()
+        self.notes: tuple[str, ...] = ()
+        """What the user should know about how engines are started."""
+
+    # ---- what is asked of it
+
+    @property
+    def seats(self) -> dict[Slot, Seat]:
+        """Every seat by slot."""
+        return self.roster.seats
+
+    @property
+    def size(self) -> int:
+        """Seats that are wanted."""
+        return self.roster.size
+
+    @property
+    def generation(self) -> Generation:
+        """Number of the group that is formed, forming, or was broken last."""
+        return self.membership.generation
+
+    @property
+    def is_healthy(self) -> bool:
+        """All wanted seats are members of a formed group."""
+        members = self.roster.in_state(SeatState.MEMBER)
+        return self.phase is Phase.RUNNING and len(members) == len(self.seats)
+
+    @property
+    def why_failed(self) -> str:
+        """What is wrong for good, and what to do."""
+        return self.reason + WAY_OUT
+
+    def take(self) -> list[do.Instruction]:
+        """Instructions since the last call."""
+        out = list(self._out)
+        self._out.clear()
+        return out
+
+    def fail(self, reason: str, now: float) -> None:
+        """Nothing is left to go on with."""
+        self._enter(Phase.FAILED, reason, now)
+        self.awaited, self.handover = set(), None
+        self._out += self.gate.refuse("RecoveryFailed", self.why_failed)
+
+    def _break(self, reason: str, now: float) -> None:
+        members = {
+            s for s in self.membership.slots if s in self.seats and self.seats[s].is_in_group
+        }
+        if self.phase is Phase.BREAKING:
+            self.awaited &= members
+        if self.phase in (Phase.FAILED, Phase.BREAKING):
+            return
+        words = {int(self.membership.rank_of(s)): self.seats[s].waits_in for s in members}
+        waiting = {rank: where for rank, where in words.items() if where}
+        released = od.RanksReleased(generation=self.generation, waiting=waiting, reason=reason)
+        self._out.append(do.Notify(released))
+        self._enter(Phase.BREAKING, reason, now)
+        self.awaited, self.handover = members, None
+        for slot in sorted(members):
+            self._tell(slot, od.BreakGroup(generation=self.generation, reason=reason))
+
+    # ---- one phase after the other
+
+    def _go_on(self, now: float) -> None:
+        """Take the step that became possible."""
+        if self.phase is Phase.STARTING:
+            self._start_if_ready(now)
+        elif self.phase is Phase.RUNNING:
+            self._change_if_due(now)
+        elif self.awaited:
+            return
+        elif self.phase is Phase.BREAKING and not self.was_running:
+            self._start_again(now)
+        elif self.phase is Phase.BREAKING:
+            self._form(now)
+        elif self.phase is Phase.FORMING:
+            self._restore(now)
+        elif self.phase is Phase.RESTORING and (self.handover is None or self.handover.is_done):
+            self._run(now)
+
+    def _start_if_ready(self, now: float) -> None:
+        given_up = self.roster.in_state(SeatState.GIVEN_UP)
+        if given_up:
+            self.fail(f"slot {given_up[0].slot}: {given_up[0].not_restored[THE_SEAT]}", now)
+        elif len(self.roster.in_state(SeatState.READY)) == len(self.seats):
+            self._form(now)
+
+    def _start_again(self, now: float) -> None:
+        """The first group broke before it was whole: nobody holds anything yet."""
+        for seat in self.roster.in_state(SeatState.MEMBER):
+            seat.state = SeatState.READY
+        self._enter(Phase.STARTING, self.reason, now)
+        self._start_if_ready(now)
+
+    def _form(self, now: float) -> None:
+        ready = self._ready_and_complete(now)
+        stay = self.roster.in_state(SeatState.MEMBER)
+        holders = [s for s in stay if s.is_holder] if self.was_running else ready + stay
+        decision = policy.decide_world(
+            self._config,
+            num_survivors=len(holders),
+            num_ready=len(ready) + len(stay) - len(holders),
+            num_starting=len(self.roster.in_state(SeatState.STARTING, SeatState.REPLAYING)),
+        )
+        if decision.action == "fail":
+            self.fail(decision.reason, now)
+            return
+        if decision.action == "wait":
+            self.reason = decision.reason
+            return
+        self._tell_story(ready, now)
+        for seat in self._leavers():
+            seat.is_told_to_end = True
+            self._tell(seat.slot, od.EndEngine())
+        for seat in ready:
+            seat.state, seat.is_added = SeatState.MEMBER, False
+        members = tuple(s.as_member() for s in self.roster.in_state(SeatState.MEMBER))
+        following = Generation(self.generation + 1)
+        self.membership = Membership(generation=following, members=members)
+        self._enter(Phase.FORMING, f"forming a group of {len(members)}", now)
+        self.awaited, self._uncuttable = {m.slot for m in members}, set()
+        self._out.append(do.Form(self.membership))
+
+    def _restore(self, now: float) -> None:
+        self._form_failures = 0
+        self.story.regrouped(now)
+        self._enter(Phase.RESTORING, "newcomers are given what the others hold", now)
+        slots = self.membership.slots
+        newcomers = tuple(s for s in slots if not self.seats[s].is_holder)
+        self.handover = None
+        if self.was_running and newcomers:
+            self.handover = Handover(self.membership, newcomers)
+            self._out += self.handover.begin()
+        self._go_on(now)
+
+    def _run(self, now: float) -> None:
+        if self.handover is not None:
+            for slot, unsettled in self.handover.unsettled.items():
+                self.seats[slot].not_restored |= unsettled
+        not_restored = {s: self.seats[s].not_restored for s in self.membership.slots}
+        self.story.end(self.membership, not_restored, restoring_since=self.phase_since, now=now)
+        for slot in self.membership.slots:
+            self.seats[slot].is_holder, self.seats[slot].restarts = True, 0
+        self.was_running, self.handover = True, None
+        self._enter(Phase.RUNNING, "", now)
+        self._change_if_due(now)
+
+    def _change_if_due(self, now: float) -> None:
+        """Deal with newcomers and leavers when no cell runs; else let waiting cells run."""
+        ready, leavers = self.roster.in_state(SeatState.READY), self._leavers()
+        if not ready and not leavers and not self.roster.is_catching_up:
+            self._out += self.gate.admit(self.membership)
+        elif not self.gate.open:
+            complete = self._ready_and_complete(now)
+            if not self.roster.is_catching_up:
+                what = "a seat is filled" if complete else "a seat is given back"
+                self._break(f"the world changes: {what}", now)
+                self._go_on(now)
+
+    def _ready_and_complete(self, now: float) -> list[Seat]:
+        """Newcomers that can be admitted; those that lack what was run meanwhile replay it first."""
+        ready = self.roster.in_state(SeatState.READY)
+        for seat in ready:
+            if seat.replayed < self.roster.journal_length:
+                self.roster.replay(seat, now)
+        return [seat for seat in ready if seat.state is SeatState.READY]
+
+    def _leavers(self) -> list[Seat]:
+        """Members that are to be given back."""
+        return [s for s in self.roster.in_state(SeatState.LEAVING) if s.slot in self.membership]
+
+    def _tell_story(self, ready: list[Seat], now: float) -> None:
+        """A planned change is an incident too."""
+        if not self.was_running:
+            return
+        refilled = dict.fromkeys(s.slot for s in ready if not s.is_added)
+        scaled: dict[Slot, int | None] = dict.fromkeys(s.slot for s in ready if s.is_added)
+        scaled |= {s.slot: int(self.membership.rank_of(s.slot)) for s in self._leavers()}
+        if refilled:
+            self.story.begin("joined", self.generation, refilled, "refill", now)
+        if scaled:
+            self.story.begin("scaled", self.generation, scaled, "user", now)
+
+    # ---- helpers
+
+    def _tell(self, slot: Slot, order: od.AgentOrder) -> None:
+        self._out.append(do.Tell(slot, order))
+
+    def _enter(self, phase: Phase, reason: str, now: float) -> None:
+        self.phase, self.reason, self.phase_since = phase, reason, now

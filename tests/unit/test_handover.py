@@ -1,0 +1,148 @@
+"""Which names a newcomer is given, by whom, and what is said of the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.protocol import events as ev
+from nbdist.protocol import orders as od
+from nbdist.protocol.topology import Member, Membership
+from nbdist.supervisor.handover import Handover
+from nbdist.supervisor.instructions import Tell
+
+GENERATION = 4
+
+
+class Exchange:
+    """A hand-over between the slots of a group, by the events that it takes."""
+
+    def __init__(self, slots, newcomers):
+        members = tuple(Member(slot=s, engine_id=s, pid=100 + s, host="here") for s in slots)
+        self.hand = Handover(Membership(generation=GENERATION, members=members), newcomers)
+
+    def digests(self, slot, **digests):
+        """One member's names; `module_1` stands for `module:1`, `import_1` for `import:1`."""
+        digests = {name: digest.replace("_", ":", 1) for name, digest in digests.items()}
+        event = ev.NamesFingerprinted(slot=slot, generation=GENERATION, digests=digests)
+        return [(t.slot, t.order) for t in self.hand.take(event)]
+
+    def offered(self, slot, **failed):
+        event = ev.NamesOffered(
+            slot=slot, generation=GENERATION, sha256="ab", num_bytes=7, failed=failed
+        )
+        return {t.slot: t.order for t in self.hand.take(event)}
+
+    def received(self, slot, **failed):
+        event = ev.NamesReceived(slot=slot, generation=GENERATION, failed=failed)
+        assert self.hand.take(event) == []
+
+
+def decide(newcomer, *survivors):
+    """What goes to a newcomer of these digests, and what is left unsettled."""
+    exchange = Exchange(tuple(range(len(survivors) + 1)), (len(survivors),))
+    told = exchange.digests(len(survivors), **newcomer)
+    for slot, held in enumerate(survivors):
+        told += exchange.digests(slot, **held)
+    names = told[0][1].names if told else ()
+    return set(names), exchange.hand.unsettled[len(survivors)]
+
+
+def test_everybody_is_asked_for_digests():
+    """The first step is the same order to every member."""
+    order = od.FingerprintNames(generation=GENERATION)
+    assert Exchange((0, 1, 3), (1,)).hand.begin() == [Tell(s, order) for s in (0, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "survivors", "copied", "unsettled"),
+    [
+        ({"x": "int_1"}, [{"x": "int_1"}] * 2, set(), set()),
+        ({}, [{"x": "int_1"}] * 2, {"x"}, set()),
+        ({"x": "int_2"}, [{"x": "int_1"}] * 2, {"x"}, set()),
+        ({"x": "int_2"}, [{"x": "int_0"}, {"x": "int_1"}], set(), set()),  # x = rank
+        ({}, [{"x": "int_0"}, {"x": "int_1"}], set(), {"x"}),
+        ({}, [{"x": "int_0"}, {}], set(), {"x"}),
+        ({}, [{}, {"x": "int_0"}], set(), {"x"}),
+        ({}, [{"np": "import_1"}, {}], set(), set()),
+        ({}, [{"np": "import_1"}] * 2, {"np"}, set()),
+        ({"mine": "int_1"}, [{}, {}], set(), set()),
+        ({}, [{"f": ""}] * 2, set(), {"f"}),
+        ({"f": ""}, [{"f": ""}] * 2, set(), set()),
+        ({"f": "int_1"}, [{"f": ""}] * 2, set(), set()),
+        ({"x": ""}, [{"x": "int_1"}] * 2, {"x"}, set()),
+        ({"x": "int_2"}, [{"x": "int_1"}], set(), {"x"}),  # one survivor: may be x = rank
+        ({}, [{"x": "int_1"}], {"x"}, set()),
+        ({"m": "module_2"}, [{"m": "module_1"}], {"m"}, set()),
+        ({"o": "optimizer_2"}, [{"o": "optimizer_1"}], {"o"}, set()),
+        ({"d": "ddp_2"}, [{"d": "ddp_1"}], {"d"}, set()),
+        ({"m": "module_1"}, [{"m": "module_1"}], set(), set()),
+    ],
+)
+def test_what_is_copied_and_what_is_left(newcomer, survivors, copied, unsettled):
+    """Equal on all survivors, and missing or different here: copied; else made by the replay, or listed."""
+    names, left = decide(newcomer, *survivors)
+    assert names == copied
+    assert set(left) == unsettled
+    assert all(left.values())
+
+
+def test_the_lowest_survivor_offers_to_those_that_lack_something():
+    """Donor is the lowest slot that is no newcomer; receivers are ranks."""
+    exchange = Exchange((0, 2, 3, 5), (0, 5))
+    exchange.digests(0)
+    exchange.digests(3, a="int_1", b="int_1")
+    exchange.digests(5, a="int_1", b="int_1")
+    told = exchange.digests(2, a="int_1", b="int_1")
+    order = od.OfferNames(generation=GENERATION, names=("a", "b"), receivers=(0,))
+    assert told == [(2, order)]
+    assert not exchange.hand.is_done
+
+
+def test_each_receiver_is_told_its_own_names():
+    """What the donor could not pack is left out and listed for those that lack it."""
+    exchange = Exchange((0, 1, 2), (1, 2))
+    exchange.digests(1, a="int_1")
+    exchange.digests(2, b="int_1")
+    exchange.digests(0, a="int_1", b="int_1", c="int_1")
+    orders = exchange.offered(0, c="cannot be sent", z="never asked for")
+    assert {slot: order.names for slot, order in orders.items()} == {1: ("b",), 2: ("a",)}
+    assert {(o.donor, o.sha256, o.num_bytes) for o in orders.values()} == {(0, "ab", 7)}
+    assert exchange.hand.unsettled == {1: {"c": "cannot be sent"}, 2: {"c": "cannot be sent"}}
+    exchange.received(1)
+    assert not exchange.hand.is_done
+    exchange.received(2, a="it cannot be loaded")
+    assert exchange.hand.is_done
+    assert exchange.hand.unsettled[2]["a"] == "it cannot be loaded"
+
+
+def test_nothing_to_give_is_done_at_once():
+    """When nobody lacks anything the last digest ends the hand-over."""
+    exchange = Exchange((0, 1), (1,))
+    assert exchange.digests(0, a="int_1") == []
+    assert not exchange.hand.is_done
+    assert exchange.digests(1, a="int_1") == []
+    assert exchange.hand.is_done
+
+
+def test_reports_out_of_turn_change_nothing():
+    """A second digest, an early offer, an unexpected receipt: no order, and no end of the hand-over."""
+    exchange = Exchange((0, 1), (1,))
+    assert exchange.offered(0) == {}
+    exchange.received(1)
+    assert not exchange.hand.is_done
+    exchange.digests(0, a="int_1")
+    assert exchange.digests(1)
+    assert exchange.digests(1, a="int_1") == []
+    exchange.received(0)
+    assert not exchange.hand.is_done
+    exchange.received(1)
+    assert exchange.hand.is_done
+
+
+def test_the_digest_of_a_stranger_does_not_stand_for_a_member():
+    """The plan waits for every member, whatever else is reported."""
+    exchange = Exchange((0, 1), (1,))
+    exchange.digests(0, a="int_1")
+    assert exchange.digests(7, a="int_1") == []
+    assert not exchange.hand.is_done
+    assert exchange.digests(1)

@@ -1,0 +1,96 @@
+"""The ledger: the last whole line counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.protocol.orders import WorldView
+from nbdist.protocol.topology import EMPTY
+from nbdist.supervisor import ledger as module
+from nbdist.supervisor.ledger import Ledger
+
+
+def view(reason, **more):
+    """A world that differs from others by its reason."""
+    return WorldView(
+        phase="starting",
+        membership=EMPTY,
+        seats=(),
+        size=2,
+        num_formed=0,
+        healthy=False,
+        reason=reason,
+        incidents=(),
+        **more,
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger"
+
+
+def test_a_new_ledger_has_no_last_line(path):
+    """Nothing to take up."""
+    assert Ledger(path).last() is None
+
+
+def test_the_last_line_is_the_world(path):
+    """Another supervisor reads the newest view, with everything in it."""
+    ledger = Ledger(path)
+    for reason in ("a", "b", "c"):
+        ledger.append(view(reason, notes=("slow",)))
+    assert Ledger(path).last() == view("c", notes=("slow",))
+
+
+def test_equal_views_are_written_once(path):
+    """A line equal to the last is left out; one that was there before is written again."""
+    ledger = Ledger(path)
+    for reason in ("a", "a", "b", "a"):
+        ledger.append(view(reason))
+    assert len(path.read_bytes().splitlines()) == 3
+
+
+@pytest.mark.parametrize("lost", [1, 2, 60])
+def test_a_torn_line_is_passed_over(path, lost):
+    """The writer was killed in the middle of a line: the one before counts, or this one if it is whole."""
+    ledger = Ledger(path)
+    ledger.append(view("a"))
+    ledger.append(view("b"))
+    path.write_bytes(path.read_bytes()[:-lost])
+    assert Ledger(path).last() == view("b" if lost == 1 else "a")
+
+
+def test_what_is_not_a_view_is_passed_over(path):
+    """Lines of something else are no world."""
+    Ledger(path).append(view("a"))
+    with path.open("ab") as file:
+        file.write(b'{"type": "Ping"}\n\xff\xfe\n\n')
+    assert Ledger(path).last() == view("a")
+
+
+def test_a_ledger_without_a_whole_line_has_no_last_one(path):
+    """As good as new."""
+    path.write_bytes(b'{"type": "Wor')
+    assert Ledger(path).last() is None
+
+
+@pytest.mark.parametrize("lost", [1, 60])
+def test_what_is_written_after_a_torn_line_is_read(path, lost):
+    """The supervisor that takes over goes on writing: its line is not spoilt by the torn one."""
+    Ledger(path).append(view("a"))
+    Ledger(path).append(view("b"))
+    path.write_bytes(path.read_bytes()[:-lost])
+    Ledger(path).append(view("c"))
+    assert Ledger(path).last() == view("c")
+
+
+def test_a_long_ledger_is_begun_anew_with_its_last_line(path, monkeypatch):
+    """The file is bounded, and nothing is lost that a supervisor reads."""
+    monkeypatch.setattr(module, "MAX_BYTES", 2_000)
+    ledger = Ledger(path)
+    for number in range(100):
+        ledger.append(view(f"{number}"))
+        assert path.stat().st_size < 2_000 + 500
+        assert Ledger(path).last() == view(f"{number}")
+    assert [p.name for p in path.parent.iterdir()] == ["ledger"]
