@@ -31,6 +31,8 @@ class Gate:
     waiting: list[WaitingCell] = field(default_factory=list)
     failed: dict[CellId, dict[Slot, float]] = field(default_factory=dict)
     """Open cell -> slots on which it raised, and when."""
+    interrupted: dict[CellId, float] = field(default_factory=dict)
+    """Open cell -> when the user wanted it to end."""
 
     def admit(self, membership: Membership) -> list[Instruction]:
         """Let everything run that waits."""
@@ -58,15 +60,28 @@ class Gate:
         """A cell is over."""
         self.open.discard(cell)
         self.failed.pop(cell, None)
+        self.interrupted.pop(cell, None)
 
     def failed_on(self, cell: CellId, slot: Slot, now: float) -> None:
         """A cell raised on one engine."""
         if cell in self.open:
             self.failed.setdefault(cell, {})[slot] = now
 
+    def interrupt(self, cell: CellId, now: float) -> None:
+        """The user wants a cell to end."""
+        if cell in self.open:
+            self.interrupted[cell] = now
+
     def stuck_since(self, cell: CellId | None, slot: Slot) -> float | None:
-        """When a rank failed that `slot`, which runs the same cell, may be waiting for; None where none has."""
-        failed = self.failed.get(cell, {}) if cell else {}
+        """Since when a wait of `slot` in this cell is for nothing; None where it is not.
+
+        It is when the user wants the cell to end, or when it has raised on another rank.
+        """
+        if cell is None:
+            return None
+        if cell in self.interrupted:
+            return self.interrupted[cell]
+        failed = self.failed.get(cell, {})
         return None if slot in failed or not failed else min(failed.values())
 
     def failed_slots(self, cell: CellId | None) -> set[Slot]:

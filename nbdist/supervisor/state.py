@@ -154,13 +154,11 @@ class Machine(World):
     def interrupt(self, cell: CellId, now: float) -> None:
         """The user wants a cell to end.
 
-        KeyboardInterrupt where Python runs, a broken group where a collective waits.
+        KeyboardInterrupt where Python runs; where a collective waits, the group is broken (`tick`).
         """
-        running = [s for s in self.seats.values() if s.beat is not None and s.beat.cell == cell]
-        for seat in running:
-            self._tell(seat.slot, od.InterruptMain(cell=cell))
-        if self.phase is Phase.RUNNING and any(s.beat and s.beat.waiting for s in running):
-            self._break("a cell was interrupted while ranks waited in a collective", now)
+        self.gate.interrupt(cell, now)
+        for slot in self.membership.slots:
+            self._tell(slot, od.InterruptMain(cell=cell))
 
     # ---- time
 
@@ -188,13 +186,18 @@ class Machine(World):
         if self.phase is Phase.RUNNING:
             since = self.gate.stuck_since(cell, seat.slot)
             if since is not None and now - max(since, where.since_s) > RELEASE_AFTER_S:
-                slots = sorted(self.gate.failed_slots(cell) & set(self.membership.slots))
-                failed = ", ".join(str(self.membership.rank_of(s)) for s in slots)
-                self._break(f"rank {failed} raised in a cell while others waited for it", now)
+                self._break(self._why_released(cell), now)
         elif self.phase is Phase.BREAKING and seat.slot in self.awaited:
             limit_s = 0.0 if seat.slot in self._uncuttable else UNBLOCK_LIMIT_S
             if now - self.phase_since > limit_s:
                 self.kill(seat, "stood in a native wait that a cut of its group did not end")
+
+    def _why_released(self, cell: CellId | None) -> str:
+        if cell in self.gate.interrupted:
+            return "a cell was interrupted while ranks waited in a collective"
+        slots = sorted(self.gate.failed_slots(cell) & set(self.membership.slots))
+        failed = ", ".join(str(self.membership.rank_of(s)) for s in slots)
+        return f"rank {failed} raised in a cell while others waited for it"
 
     # ---- taking up what another supervisor left
 
