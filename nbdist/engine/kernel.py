@@ -6,8 +6,12 @@ Runs in the main thread. Cells of other ipyparallel clients pass through untouch
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from traceback import clear_frames
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ipyparallel.engine.kernel import IPythonParallelKernel
@@ -54,7 +58,8 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         kwargs["store_history"] = False
         self.agent.cell = CellId(cell)
         try:
-            reply = dict(await super().do_execute(*args, **kwargs))
+            with self._main_thread_known():
+                reply = dict(await super().do_execute(*args, **kwargs))
         finally:
             self.agent.cell = None
         result = self.shell.last_execution_result
@@ -70,6 +75,22 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         if not released:
             self.agent.tell(ev.CellFailedOnRank(slot=self.slot, cell=CellId(cell)))
         return reply
+
+    @contextlib.contextmanager
+    def _main_thread_known(self) -> Iterator[None]:
+        """ipykernel 7 asks a thread that ipyparallel's engines lack which thread runs cells.
+
+        It does so for cells with `await` only, which would otherwise end without any reply.
+        """
+        if getattr(self, "shell_channel_thread", self) is not None:  # ipykernel 6, or cured
+            yield
+            return
+        stand_in: Any = SimpleNamespace(parent_thread=threading.main_thread())
+        self.shell_channel_thread = stand_in
+        try:
+            yield
+        finally:
+            self.shell_channel_thread = None
 
     def _is_released(self, error: BaseException | None) -> bool:
         """Whether an error only says that this rank waited in a group that was cut.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, TextIO
+import threading
+from typing import TextIO
 
 from ipykernel.iostream import OutStream
 
@@ -19,7 +20,14 @@ def open_log() -> TextIO:
 
 
 class LoggedStream(OutStream):
-    """A stream of the kernel's that also writes to the log."""
+    """A stream of the kernel's that also writes to the log.
 
-    def __init__(self, session: Any, pub_thread: Any, name: str, **kwargs: Any) -> None:
-        super().__init__(session, pub_thread, name, echo=open_log(), **kwargs)
+    What native code writes to the descriptor, ipykernel itself copies to where it went before: the
+    log. So only what Python writes is copied here.
+    """
+
+    def write(self, string: str) -> int:
+        """Write text to whoever runs the cell, and to the log."""
+        if threading.current_thread() is not getattr(self, "watch_fd_thread", None):
+            open_log().write(string)
+        return super().write(string)
