@@ -29,7 +29,7 @@ class ClusterConfig:
     num_engines: int
     """Seats to fill at the start; at least 1."""
     devices: tuple[int, ...] = ()
-    """GPU index of each slot, in slot order; empty: CPU engines, or GPUs 0 … n-1 where there are GPUs."""
+    """GPU index of each slot, in slot order; empty: GPUs 0 … n-1 where there are any, else CPU."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """torch.distributed backend; auto: nccl where every slot has a GPU, else gloo."""
     launcher: str = "local"
@@ -75,7 +75,8 @@ class ClusterConfig:
         _check(self.policy in get_args(Policy), "policy", self.policy, "refill or shrink")
         if self.launcher in _LATER_LAUNCHERS or self.hosts:
             raise ValueError(
-                f"launcher={self.launcher!r}, hosts={list(self.hosts)}: only local engines are there yet"
+                f"launcher={self.launcher!r}, hosts={list(self.hosts)}: "
+                "only local engines are there yet"
             )
         _check(self.launcher in _LAUNCHERS, "launcher", self.launcher, "local")
         repeated = len(set(self.devices)) != len(self.devices)
@@ -90,7 +91,11 @@ class ClusterConfig:
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any]) -> ClusterConfig:
-        """From a profile or a file; raises ValueError that names an unknown key and the known ones."""
+        """From a profile or a file.
+
+        Raises:
+            ValueError: a key is unknown; names it and the known ones.
+        """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:

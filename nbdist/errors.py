@@ -47,7 +47,7 @@ class StartFailed(NbdistError):
 
 
 class TargetError(NbdistError, ValueError):
-    """A selection of ranks that cannot be read, or that names a rank which the present world does not have."""
+    """A selection of ranks that cannot be read, or that names a rank outside the present world."""
 
 
 class WrongState(NbdistError):
@@ -104,7 +104,10 @@ class CellFailed(NbdistError):
         self.notes = list(notes)
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this instead of the kernel's own frames: equal tracebacks once, the cause first."""
+        """What IPython shows instead of the kernel's own frames.
+
+        Equal tracebacks are shown once, the cause first.
+        """
         folded: dict[tuple[str, ...], list[int]] = {}
         for rank, error in self.errors.items():
             if error is not self:
@@ -167,7 +170,8 @@ def guess_cause(signal: str | None) -> str:
     """What most likely lies behind a signal, in words; empty where nothing can be said."""
     return {
         "SIGKILL": "killed from outside: often the system, out of memory",
-        "SIGSEGV": "a native extension read memory that is not its own; its stack is in the slot's log",
+        "SIGSEGV": "a native extension read memory that is not its own; "
+        "its stack is in the slot's log",
         "SIGABRT": "a native library gave up; its message is in the slot's log",
         "SIGTERM": "asked to end from outside",
         "SIGBUS": "often /dev/shm or a mapped file that is full or was cut short",
@@ -175,7 +179,10 @@ def guess_cause(signal: str | None) -> str:
 
 
 def named_error(kind: str, message: str) -> NbdistError:
-    """The error class called `kind`, or the root, with `message`: how an answer's error is raised in the kernel."""
+    """An error of the class called `kind`, or of the root, with `message`.
+
+    So the kernel raises the error that an answer carries.
+    """
     for cls in (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed, GroupGone):
         if cls.__name__ == kind:
             return cls(message)

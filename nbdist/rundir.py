@@ -99,7 +99,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What engines share with the notebook that started them, newcomers too: as it was at the start."""
+    """What engines, newcomers too, share with the notebook: as it was when it started them."""
 
     cwd: str
     path: tuple[str, ...]
@@ -166,7 +166,7 @@ class RunDir:
         return Surroundings(cwd=content["cwd"], path=tuple(content["path"]), env=content["env"])
 
     def read(self) -> tuple[ClusterConfig, Owner, Keys]:
-        """Settings, owner and keys; raises OSError or ValueError where the file is missing or cut short."""
+        """Settings, owner and keys; OSError or ValueError if the file is missing or cut short."""
         content = json.loads(self.file("cluster.json").read_text())
         return (
             ClusterConfig.from_mapping(content["config"]),
@@ -203,7 +203,7 @@ class RunDir:
 
 
 class Lease:
-    """A reader's side of the lease: how long ago, by this process's own clock, its stamp last changed."""
+    """A reader's side of the lease: how long ago, by its own clock, the stamp last changed."""
 
     def __init__(self, rundir: RunDir, lease_s: float) -> None:
         self._path = rundir.file("lease")
@@ -228,9 +228,10 @@ class Lease:
 
 
 def runtime_root() -> Path:
-    """The folder that holds this user's clusters: in $XDG_RUNTIME_DIR, else in the temporary folder; made if need be.
+    """The folder that holds this user's clusters, made if need be.
 
-    Raises PermissionError where the folder belongs to somebody else or others may enter it.
+    It is in $XDG_RUNTIME_DIR, else in the temporary folder. Raises PermissionError where the folder
+    belongs to somebody else or others may enter it.
     """
     candidates = [
         Path(tempfile.gettempdir()) / f"nbdist-{os.getuid()}",
@@ -252,7 +253,8 @@ def runtime_root() -> Path:
             )
         return path
     raise PermissionError(
-        f"no folder for sockets: tried {', '.join(map(str, candidates))}; set XDG_RUNTIME_DIR to a short path of yours"
+        f"no folder for sockets: tried {', '.join(map(str, candidates))}; "
+        "set XDG_RUNTIME_DIR to a short path of yours"
     )
 
 

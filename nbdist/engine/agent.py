@@ -1,4 +1,4 @@
-"""The engine's side thread: beats, the lease, orders of the supervisor; frees the main thread by cutting its group.
+"""The engine's side thread: beats, the lease, orders; frees the main thread by cutting its group.
 
 It shares nothing with the main thread but a queue of events to send, the groups' sockets and the
 name of the running cell. What has to happen in the main thread is posted to its loop and runs there
@@ -120,10 +120,13 @@ class Agent:
                 number += 1
                 self._beat(socket, number, where if is_waiting else None, now)
                 next_beat, was_waiting = now + BEAT_PERIOD_S, is_waiting
-            if now > self._lease_until:
-                self._end("no supervisor has renewed the lease")
-            if self._end_at is not None and now > self._end_at:
-                self._end("ordered to end")
+            self._end_in_time(now)
+
+    def _end_in_time(self, now: float) -> None:
+        if now > self._lease_until:
+            self._end("no supervisor has renewed the lease")
+        if self._end_at is not None and now > self._end_at:
+            self._end("ordered to end")
 
     def _beat(
         self, socket: zmq.Socket[bytes], number: int, where: ev.Where | None, now: float

@@ -1,6 +1,6 @@
-"""An engine's process: builds it, and is where orders and the kernel's calls land. All of it in the main thread.
+"""An engine's process: builds it, and is where orders and the kernel's calls land.
 
-Started by the zygote (fork) or as `python -m nbdist.engine`.
+All of it runs in the main thread. Started by the zygote (fork) or as `python -m nbdist.engine`.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def main(rundir: RunDir, slot: int, num_threads: int) -> int:
     torch.set_num_threads(num_threads)
     seed = int.from_bytes(os.urandom(4), "big")
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the user's own code may use the old interface
+    np.random.seed(seed)  # the user's own code may use the old interface
     torch.manual_seed(seed)
     engine_app.Kernel = CellKernel  # ipyparallel makes its kernel by this name
     EngineApp.rundir, EngineApp.slot = rundir, Slot(slot)

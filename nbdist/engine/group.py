@@ -1,4 +1,4 @@
-"""Form and break the process group of one generation; forget the old one so that using it is an error, not a hang.
+"""Form and break the process group of a generation; to use an old one is an error, not a hang.
 
 Runs in the engine's main thread, but for `cut`, which the agent's thread calls. Every gloo group
 that is made in this process, the user's own and those of a mesh too, goes through one function of
@@ -9,7 +9,6 @@ own; a test holds that they exist, and `install` refuses to start without them.
 
 from __future__ import annotations
 
-import datetime
 import gc
 import inspect
 import logging
@@ -17,6 +16,7 @@ import os
 import re
 import threading
 import weakref
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -29,12 +29,12 @@ from nbdist.errors import GroupGone
 if TYPE_CHECKING:
     from nbdist.protocol.orders import FormGroup
 
-FORM_TIMEOUT = datetime.timedelta(seconds=3)
+FORM_TIMEOUT = timedelta(seconds=3)
 """For forming only; a member that does not come is told by the supervisor long before."""
-USER_TIMEOUT = datetime.timedelta(minutes=30)
+USER_TIMEOUT = timedelta(minutes=30)
 """torch's own default for collectives: one rank may prepare data for long while the others wait."""
 NAMES_PER_GENERATION = 1_000_000
-"""torch names groups by a counter; each generation starts at its own multiple, so that no name comes twice."""
+"""torch names groups by a counter; each generation starts at a multiple: no name comes twice."""
 
 log = logging.getLogger(__name__)
 _TRANSPORT = re.compile(r"gloo/|Connection (closed|reset) by")
@@ -63,7 +63,10 @@ class Groups:
     # ---- form and break
 
     def form(self, order: FormGroup, rank: int, backend: str) -> None:
-        """Become `rank` of the order's membership; raises what torch raises where a member does not come."""
+        """Become `rank` of the order's membership.
+
+        Raises what torch raises where a member does not come.
+        """
         membership = order.membership
         address = (order.store_host, order.store_port)
         if address != self._store_at:
@@ -128,7 +131,9 @@ class Groups:
         sockets.cut(self._refs)
         dist.destroy_process_group()
         if any(map(sockets.is_open, self._refs)):
-            gc.collect()  # an error's frames hold the group in a cycle; what was imported before the fork is not looked at
+            # An error's frames hold the group in a cycle. What was imported before the fork is
+            # not looked at.
+            gc.collect()
         if any(map(sockets.is_open, self._refs)):
             log.info("something still refers to the group of generation %s", self.generation)
         self._refs = []
@@ -182,7 +187,7 @@ class Groups:
         os.register_at_fork(after_in_child=lambda: sockets.hide(self._refs))
 
     def explain(self, error: BaseException) -> BaseException:
-        """A `GroupGone` where native code could not find a group of an earlier generation, else the error itself."""
+        """`GroupGone` where native code misses a group of an earlier generation, else the error."""
         found = _UNRESOLVED.search(str(error))
         if found and int(found[1]) // NAMES_PER_GENERATION < self.generation:
             return GroupGone(self._advice("process group or mesh"))
@@ -202,13 +207,14 @@ class Groups:
 
     def _advice(self, what: str) -> str:
         return (
-            f"this {what} belongs to an earlier generation; the present one is {self.generation}, and its default group "
-            "is ready. Make your own again: dist.new_group(…), init_device_mesh(…), or run the cell that made it"
+            f"this {what} belongs to an earlier generation; the present one is {self.generation}, "
+            "and its default group is ready. Make your own again: dist.new_group(…), "
+            "init_device_mesh(…), or run the cell that made it"
         )
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Whether an error says that a group is broken: any later use of it fails as well (gloo's own rule)."""
+    """Whether an error says that a group is broken; by gloo's rule any later use fails too."""
     if isinstance(error, GroupGone):
         return False
     if isinstance(error, dist.DistError):

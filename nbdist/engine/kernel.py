@@ -1,5 +1,6 @@
-"""ipyparallel's engine kernel, which tells the agent what cell runs and adds what nbdist wants to know to the reply.
+"""ipyparallel's engine kernel, which tells the agent what cell runs and adds to the reply.
 
+It adds the value of the last expression, or whether an error only says that the group was cut.
 Runs in the main thread. Cells of other ipyparallel clients pass through untouched.
 """
 
@@ -9,7 +10,6 @@ import base64
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
 from traceback import clear_frames
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,12 @@ from nbdist.protocol.calls import METADATA
 from nbdist.protocol.ids import CellId, Generation, Slot
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nbdist.engine.agent import Agent
 
 CUT_LIMIT_S = 1.0
-"""How long a failed collective waits for the group's cut before it is shown as an error of its own."""
+"""A failed collective waits this long for the group's cut; then it is an error of its own."""
 MAX_VALUE_BYTES = 1_000_000
 """The value of a cell's last expression travels with the reply up to this size."""
 
@@ -96,8 +98,8 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         """Whether an error only says that this rank waited in a group that was cut.
 
         The neighbour of a rank that died hears of it before anybody else: then the supervisor is
-            told, and the cut waited for. A group in which a collective failed is of no use any
-            more, whatever the cause.
+        told, and the cut waited for. A group in which a collective failed is of no use any more,
+        whatever the cause.
         """
         if self.groups is None or self.agent is None or not is_communication_error(error):
             return False
@@ -113,7 +115,10 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
     def _show_error(
         self, shell: Any, kind: Any, error: Any, traceback: Any, tb_offset: int | None = None
     ) -> None:
-        """IPython's way of showing an error, but for one that is a mere consequence: formatting it costs 0.1 s and more."""
+        """IPython's way of showing an error, but for one that is a mere consequence.
+
+        To format that one would cost 0.1 s and more.
+        """
         if self._is_released(error):
             clear_frames(traceback)  # they hold the group, in a cycle with IPython's own frame
             shell._last_traceback = [f"{kind.__name__}: {error}"]  # noqa: SLF001 - what the reply takes it from
@@ -141,6 +146,7 @@ def _value(value: Any) -> dict[str, str]:
     if len(packed) > MAX_VALUE_BYTES:
         size = f"{len(packed) / 1e6:.1f} MB"
         return {
-            "not_sent": f"a {type(value).__name__} of {size} stays on its engine; fetch it with pull"
+            "not_sent": f"a {type(value).__name__} of {size} stays on its engine; "
+            "fetch it with pull"
         }
     return {"value": base64.b64encode(packed).decode()}

@@ -33,7 +33,10 @@ def user_names(user_ns: Mapping[str, Any], hidden: Iterable[str]) -> list[str]:
 
 
 def fingerprint(value: Any) -> str:
-    """Kind and digest of a value, the same for equal values on every engine; empty where there is none."""
+    """Kind and digest of a value, the same for equal values on every engine.
+
+    Empty where the value has no digest.
+    """
     try:
         kind, parts = _parts(value)
     except Exception:  # noqa: BLE001 - a user's object may raise anything when it is pickled; then it has no digest
@@ -98,18 +101,22 @@ def to_cpu(value: Any) -> Any:
 
 
 def _has_state(value: Any) -> TypeGuard[torch.nn.Module]:
-    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) or (
-        isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+    return isinstance(
+        value,
+        (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
     )
 
 
 def _rebuild(value: Any) -> Any:
-    """The object itself, where a newcomer that lacks it can be given it whole; an optimizer would lose its model."""
+    """The object itself, where a newcomer that lacks it can be given it whole, else None.
+
+    An optimizer would lose its model.
+    """
     is_whole = isinstance(value, torch.nn.Module) and not isinstance(value, DistributedDataParallel)
     return value if is_whole else None
 
 
-def _parts(value: Any) -> tuple[str, list[bytes]]:
+def _parts(value: Any) -> tuple[str, list[bytes]]:  # noqa: PLR0911 - one return for each kind
     if isinstance(value, torch.Tensor):
         return "tensor", _tensor(value)
     if isinstance(value, DistributedDataParallel):

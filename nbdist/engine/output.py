@@ -30,4 +30,4 @@ class LoggedStream(OutStream):
         """Write text to whoever runs the cell, and to the log."""
         if threading.current_thread() is not getattr(self, "watch_fd_thread", None):
             open_log().write(string)
-        return super().write(string)
+        return super().write(string) or 0

@@ -1,9 +1,9 @@
-"""DistributedDataParallel objects live on when the group changes: unbound from the old group, bound to the new.
+"""DistributedDataParallel objects live on when the group changes.
 
-The objects keep their identity, parameters and hooks. What is rebuilt is the part that holds the
-group: the reducer, on every rank in every generation, since ranks whose reducers have different
-bucket layouts end one another's processes. Rebuilding goes through the class's own unpickling,
-which does exactly that.
+They are unbound from the old group and bound to the new. The objects keep their identity,
+parameters and hooks. What is rebuilt is the part that holds the group: the reducer, on every rank
+in every generation, since ranks whose reducers have different bucket layouts end one another's
+processes. Rebuilding goes through the class's own unpickling, which does exactly that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _detached: list[DistributedDataParallel] = []
 
 
 def detach_all() -> None:
-    """Let go of the present groups; models on a group of the user's own cannot come back by themselves."""
+    """Let go of the present groups.
+
+    Models on a group of the user's own cannot come back by themselves.
+    """
     _detached.clear()
     for model in _models():
         state = model.__dict__
@@ -48,12 +51,16 @@ def attach_all() -> None:
 
 
 def _models() -> list[DistributedDataParallel]:
-    """Every such object of this process; what was imported before the fork is frozen and not looked through."""
+    """Every such object of this process.
+
+    What was imported before the fork is frozen and not looked through.
+    """
     return [o for o in gc.get_objects() if type(o) is DistributedDataParallel]
 
 
 def _raise_gone(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise GroupGone(
-        "this DistributedDataParallel model uses a process group of an earlier generation that was made by hand. "
-        "Make the group again and wrap the model anew: DistributedDataParallel(model.module, process_group=…)"
+        "this DistributedDataParallel model uses a process group of an earlier generation that was "
+        "made by hand. Make the group again and wrap the model anew: "
+        "DistributedDataParallel(model.module, process_group=…)"
     )

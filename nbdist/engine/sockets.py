@@ -1,4 +1,4 @@
-"""Which sockets belong to one gloo group, exactly; cutting them, and keeping them from child processes.
+"""Which sockets belong to one gloo group, exactly; cuts them, and keeps them from child processes.
 
 Gloo (torch 2.13) publishes each rank's listener address in the store while a group forms. A
 connected TCP socket of this process is the group's if and only if its local end is this rank's
@@ -30,7 +30,7 @@ Store: TypeAlias = Any
 """One of torch's stores; this module needs no torch to work on their values."""
 
 
-class NotExact(RuntimeError):
+class NotExact(RuntimeError):  # noqa: N818 - says what was found, as those of nbdist.errors do
     """The sockets found do not fit the group; it cannot be cut."""
 
 
@@ -43,7 +43,10 @@ class SocketRef:
 
 
 def parse_address(blob: bytes) -> Address:
-    """IP and port from what gloo publishes: u64 n, host name; u64 n, sockaddr_storage and more; pair ids."""
+    """IP and port from what gloo publishes.
+
+    That is: u64 n, host name; u64 n, sockaddr_storage and more; pair ids.
+    """
     (name_length,) = struct.unpack_from("<Q", blob, 0)
     (length,) = struct.unpack_from("<Q", blob, 8 + name_length)
     address = blob[16 + name_length : 16 + name_length + length]
@@ -82,7 +85,7 @@ def find(store: Store, rank: int, world_size: int) -> list[SocketRef]:
 
 def connected() -> Iterable[tuple[SocketRef, Address, Address]]:
     """Every connected TCP socket of this process, with its two ends."""
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - descriptors, not paths
         try:
             copy = os.dup(int(name))
         except OSError:
@@ -122,7 +125,9 @@ def unblock_forming(store: Store, rank: int, world_size: int) -> None:
 
 
 def cut(refs: Iterable[SocketRef]) -> int:
-    """Shut down each socket that is still the same one; returns how many. For any thread; needs no lock of gloo.
+    """Shut down each socket that is still the same one; returns how many.
+
+    For any thread; needs no lock of gloo.
 
     A descriptor's number says nothing: gloo closes its sockets as soon as a peer cuts first, and
     other threads get those numbers. So: duplicate (from then on it cannot change), compare the
@@ -155,7 +160,10 @@ def is_open(ref: SocketRef) -> bool:
 
 
 def close_on_exec(refs: Iterable[SocketRef]) -> None:
-    """Programs that this process starts must not inherit them: peers would not notice its death while such a child lives."""
+    """Keep sockets from programs that this process starts.
+
+    Peers would not notice its death while such a child lives.
+    """
     for ref in refs:
         fcntl.fcntl(ref.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
 

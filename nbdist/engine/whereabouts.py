@@ -48,7 +48,7 @@ class Whereabouts:
 
     def look(self, now: float) -> Where | None:
         """What the main thread waits in since when, or None where it does not wait."""
-        frame = sys._current_frames().get(self._main)
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001 - its documented name
         cpu = time.clock_gettime(self._clock)
         if frame is None or not frame.f_code.co_filename.startswith(_TORCH):
             self._last = None

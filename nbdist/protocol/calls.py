@@ -1,6 +1,7 @@
-"""Names of the engine functions that the kernel may invoke, as expressions that ipyparallel evaluates there. Pure.
+"""Names of the engine functions that the kernel may invoke. Pure.
 
-The kernel names them and never loads them (docs/architecture.md).
+They are expressions, which ipyparallel evaluates on the engine. The kernel names them and never
+loads them (docs/architecture.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import msgspec
 from nbdist.protocol.ids import CellId, EngineId, Generation, Slot
 
 Detector = Literal["zygote", "process", "beat"]
-"""Who noticed first that an engine is gone: its parent, a look at its process, or a beat that did not come."""
+"""Who noticed first that an engine is gone: its parent, a look at its process, a missing beat."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -108,7 +108,10 @@ class Beat(Event, frozen=True, kw_only=True):
 
 
 class GroupBroken(Event, frozen=True, kw_only=True):
-    """A member has left its group of `generation`: sockets cut where it was formed, objects destroyed, main thread free."""
+    """A member has left its group of `generation`.
+
+    Its sockets are cut where the group was formed, its objects destroyed, its main thread free.
+    """
 
     slot: Slot
     pid: int
@@ -140,11 +143,14 @@ class NamesFingerprinted(Event, frozen=True, kw_only=True):
     slot: Slot
     generation: Generation
     digests: dict[str, str]
-    """Name -> kind and digest of its value; a value without a digest is named with an empty string."""
+    """Name -> kind and digest of its value; an empty string where it has no digest."""
 
 
 class NamesOffered(Event, frozen=True, kw_only=True):
-    """The donor has packed names; the digest travels on this authenticated road, the bytes over the group."""
+    """The donor has packed names.
+
+    The digest travels on this authenticated road, the bytes over the group.
+    """
 
     slot: Slot
     generation: Generation
@@ -199,7 +205,10 @@ IncidentKind = Literal["lost", "hung", "joined", "scaled"]
 
 
 class Incident(msgspec.Struct, kw_only=True):
-    """One membership change, with its causes and durations (seconds; None where the part did not take place)."""
+    """One membership change, with its causes and durations.
+
+    Durations are in seconds; None where the part did not take place.
+    """
 
     kind: IncidentKind
     slots: tuple[Slot, ...]

@@ -1,4 +1,7 @@
-"""What supervisor and zygote say to one another on the zygote's Unix socket, in length-prefixed frames. Pure."""
+"""What supervisor and zygote say to one another on the zygote's Unix socket. Pure.
+
+A frame is a length, then a message.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class Fork(Message, frozen=True, kw_only=True):
 
     slot: Slot
     env: dict[str, str]
-    """Variables that this engine has beside the surroundings', for instance the GPU that it sees."""
+    """Variables of this engine beside the surroundings', for instance the GPU that it sees."""
     num_threads: int
 
 

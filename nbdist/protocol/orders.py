@@ -68,7 +68,10 @@ class SignalEngines(Order, frozen=True, kw_only=True):
 
 
 class InterruptCell(Order, frozen=True, kw_only=True):
-    """The user wants a cell to end: KeyboardInterrupt where Python runs, a broken group where a collective waits."""
+    """The user wants a cell to end.
+
+    Where Python runs it gets a KeyboardInterrupt; where a collective waits its group is broken.
+    """
 
     cell: CellId
 
@@ -123,7 +126,7 @@ class SeatView(msgspec.Struct, frozen=True, kw_only=True):
     slot: Slot
     rank: int | None
     state: str
-    """empty, starting, replaying, ready, member, leaving, given up; busy and waiting are told by `activity`."""
+    """A `SeatState` in words: empty, starting, …, given up; `activity` tells busy and waiting."""
     engine_id: EngineId | None
     pid: int | None
     host: str
@@ -152,7 +155,7 @@ class WorldView(Order, frozen=True, kw_only=True):
     """Why the world is not running, in words; empty where it is."""
     incidents: tuple[Incident, ...]
     notes: tuple[str, ...] = ()
-    """What the user should know about how this cluster runs, for instance that forking is not possible."""
+    """What the user should know about how this cluster runs, for instance that it cannot fork."""
 
 
 class CellAdmitted(Order, frozen=True, kw_only=True):
@@ -219,7 +222,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayJournal(Order, frozen=True, kw_only=True):
-    """Run these under the `fake` backend as `rank` of `world_size`, muted, then report `JournalReplayed`."""
+    """Run these under the `fake` backend as `rank` of `world_size`, muted.
+
+    When they are done, report `JournalReplayed`.
+    """
 
     entries: tuple[Entry, ...]
     until: int
@@ -229,7 +235,7 @@ class ReplayJournal(Order, frozen=True, kw_only=True):
 
 
 class BreakGroup(Order, frozen=True, kw_only=True):
-    """Leave the group of `generation`: cut now, destroy at the next boundary, report `GroupBroken`."""
+    """Leave the group of `generation`: cut now, destroy between cells, report `GroupBroken`."""
 
     generation: Generation
     reason: str
@@ -250,7 +256,7 @@ class FingerprintNames(Order, frozen=True, kw_only=True):
 
 
 class OfferNames(Order, frozen=True, kw_only=True):
-    """Pack these names, report `NamesOffered`, and send the bytes over the group to `receivers` (ranks)."""
+    """Pack these names, report `NamesOffered`, and send the bytes to `receivers` (ranks)."""
 
     generation: Generation
     names: tuple[str, ...]
@@ -258,7 +264,10 @@ class OfferNames(Order, frozen=True, kw_only=True):
 
 
 class ReceiveNames(Order, frozen=True, kw_only=True):
-    """Take `num_bytes` from `donor` (rank) over the group, check the digest, keep only `names`, report `NamesReceived`."""
+    """Take `num_bytes` from `donor` (rank) over the group, and report `NamesReceived`.
+
+    The digest is checked, and only `names` are kept.
+    """
 
     generation: Generation
     donor: int

@@ -17,7 +17,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
-    """Frozen map rank -> engine for one generation; rank = place in `members`, which are in slot order."""
+    """Frozen map rank -> engine for one generation.
+
+    A rank is a place in `members`, which are in slot order.
+    """
 
     generation: Generation
     members: tuple[Member, ...]
@@ -38,7 +41,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(m.slot for m in self.members)
 
     def rank_of(self, slot: Slot) -> Rank:
-        """Rank of the engine on `slot`; raises KeyError where the slot is not in this membership."""
+        """Rank of the engine on `slot`; KeyError where the slot is not in this membership."""
         for rank, member in enumerate(self.members):
             if member.slot == slot:
                 return Rank(rank)

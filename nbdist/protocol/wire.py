@@ -29,7 +29,11 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes | memoryview, kinds: type[T] | UnionType) -> Any:
-    """A message of one of `kinds` (a class or union of tagged classes); raises `WireError` on anything else."""
+    """A message of one of `kinds` (a class or union of tagged classes).
+
+    Raises:
+        WireError: it is anything else.
+    """
     if not data or data[0] != VERSION:
         raise WireError(
             f"message of protocol version {data[0] if data else None}, expected {VERSION}"

@@ -1,7 +1,8 @@
-"""Run a cell on ranks: ask the supervisor, send it through ipyparallel, gather outcomes, end it when an engine dies.
+"""Run a cell on ranks: ask the supervisor, send it through ipyparallel, gather outcomes.
 
-Replies and output come in the ipyparallel client's thread, losses in the link's; both only note
-them under a lock. The caller's thread waits, shows, and decides when the cell is over.
+A cell ends when an engine that runs it dies. Replies and output come in the ipyparallel client's
+thread, losses in the link's; both only note them under a lock. The caller's thread waits, shows,
+and decides when the cell is over.
 """
 
 from __future__ import annotations
@@ -240,7 +241,10 @@ class Cells:
         once: bool,
         pushed: dict[str, bytes] | None = None,
     ) -> CellRun:
-        """Enter a cell or push in the journal and learn on whom it runs; waits while the world changes."""
+        """Enter a cell or push in the journal and learn on whom it runs.
+
+        Waits while the world changes.
+        """
         cell = CellId(secrets.token_hex(6))
         order = od.BeginCell(cell=cell, code=code, ranks=ranks, once=once, values=pushed or {})
         try:
@@ -248,8 +252,10 @@ class Cells:
         except TimeoutError:
             self._link.say(od.EndCell(cell=cell, succeeded=False, seconds=0.0))
             view = self._link.ask(od.QueryView(), 5.0)
-            text = f"the world is {view.phase} for {ADMISSION_LIMIT_S:g} s: {view.reason}. Look at %dist_status"
-            raise WrongState(text) from None
+            raise WrongState(
+                f"the world is {view.phase} for {ADMISSION_LIMIT_S:g} s: {view.reason}. "
+                "Look at %dist_status"
+            ) from None
         except BaseException:
             self._link.say(od.EndCell(cell=cell, succeeded=False, seconds=0.0))
             raise
@@ -371,7 +377,10 @@ def _copy(item: Any) -> Any:
 
 
 def _value(ours: dict[str, str]) -> Any:
-    """The value of the last expression; unpacked here and not where it arrives, since a tensor's imports torch."""
+    """The value of the last expression.
+
+    Unpacked here and not where it arrives: unpacking a tensor imports torch.
+    """
     if "value" in ours:
         return values.unpack(base64.b64decode(ours["value"]))
     return NotSent(ours["not_sent"]) if "not_sent" in ours else None

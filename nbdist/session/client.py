@@ -1,4 +1,4 @@
-"""The ipyparallel client, and the two things that nbdist asks of it: run code on one engine, call a function on some.
+"""The ipyparallel client: runs code on one engine, calls a function on some.
 
 ipyparallel's own views send on the bare socket whose stream they read. Such a send can swallow the
 notice of a reply that came meanwhile, and the client then waits for ever (ipyparallel#373). Here
@@ -67,7 +67,7 @@ class EngineClient:
     def call(
         self, engines: dict[int, EngineId], function: str, *args: Any, **kwargs: Any
     ) -> dict[int, Any]:
-        """Call a function of `protocol.calls` on engines (rank -> engine) and return what each returned.
+        """Call a function of `protocol.calls` on engines (rank -> engine); what each returned.
 
         Raises:
             CellFailed: it raised on one of them.

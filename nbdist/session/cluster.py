@@ -11,10 +11,8 @@ import contextlib
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.config import ClusterConfig
 from nbdist.errors import (
     NbdistError,
     NotStarted,
@@ -31,16 +29,18 @@ from nbdist.rundir import Owner, RunDir
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.link import Link
+from nbdist.session.settings import cluster_config
+from nbdist.session.status import RankStatus, rank_status, why_unhealthy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
     from types import TracebackType
 
+    from nbdist.config import ClusterConfig
     from nbdist.protocol.events import Incident
     from nbdist.protocol.ids import CellId
     from nbdist.session.outputs import CellResult
-from nbdist.session.settings import cluster_config
-from nbdist.session.status import RankStatus, rank_status, why_unhealthy
 
 SHUTDOWN_LIMIT_S = 8.0
 
@@ -245,7 +245,8 @@ class Cluster:
         if time.monotonic() > deadline:
             phase = view.phase if view else "not answering"
             raise StartFailed(
-                f"the cluster is {phase} after {self.config.start_timeout_s:g} s\n{self._log_ends()}"
+                f"the cluster is {phase} after {self.config.start_timeout_s:g} s\n"
+                f"{self._log_ends()}"
             )
 
     def _log_ends(self, num_lines: int = 8) -> str:
@@ -257,7 +258,7 @@ class Cluster:
         return "\n".join(parts)
 
     def shutdown(self) -> None:
-        """End everything that this cluster started, and nothing else; bounded, whatever the engines do."""
+        """End all that this cluster started, and nothing else; bounded, whatever the engines do."""
         global _current  # noqa: PLW0603 - one current cluster per kernel
         if self._is_shut_down:
             return

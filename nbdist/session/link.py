@@ -1,8 +1,8 @@
-"""The kernel's road to the supervisor: one thread, one socket; starts the supervisor and replaces it when it is gone.
+"""The kernel's road to the supervisor: one thread, one socket.
 
-Callers hand in orders and get futures; the thread calls back with what the supervisor says by
-itself. The callbacks run
-in this thread: they store and return.
+It starts the supervisor, and replaces it when it is gone. Callers hand in orders and get futures;
+the thread calls back with what the supervisor says by itself. The callbacks run in this thread:
+they store and return.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Link:
         return body
 
     def say(self, order: od.KernelOrder) -> None:
-        """Send an order whose answer nobody waits for; a supervisor that takes over is told it again."""
+        """Send an order and await no answer; a supervisor that takes over is told it again."""
         request = od.Request(number=next(self._numbers), order=order)
         with self._lock:
             self._pending[request.number] = (request, Future())
@@ -180,7 +180,7 @@ class Link:
         return socket
 
     def _send(self, socket: zmq.Socket[bytes], request: od.Request) -> None:
-        """Never waits: what a broken connection does not take is asked again when there is a new one."""
+        """Never waits: what a broken connection does not take is asked again on the next one."""
         self._sent.add(request.number)
         try:
             socket.send(wire.encode(request), zmq.NOBLOCK)
@@ -188,7 +188,10 @@ class Link:
             self._is_attached = False
 
     def _attach(self, socket: zmq.Socket[bytes]) -> None:
-        """A supervisor is there, the first one or one that took over: say hello and ask again what was not answered."""
+        """Say hello and ask again what was not answered.
+
+        Called when a supervisor is there: the first one, or one that took over.
+        """
         order = od.Attach(pid=os.getpid(), open_cells=tuple(self._open_cells()))
         self._send(socket, od.Request(number=-1, order=order))
         with self._lock:
@@ -196,7 +199,10 @@ class Link:
             pending = [self._pending[n] for n in sorted(self._sent)]
         for request, future in pending:
             if isinstance(request.order, od.SignalEngines):
-                text = "the supervisor was replaced during this order: look at %dist_status before ordering it again"
+                text = (
+                    "the supervisor was replaced during this order: "
+                    "look at %dist_status before ordering it again"
+                )
                 _resolve(future, od.Refused(kind="WrongState", message=text))
             else:
                 self._send(socket, request)

@@ -1,6 +1,7 @@
-"""What ranks printed and showed in a cell, in order; and what a cell returned. No threads, no sockets.
+"""What ranks printed and showed in a cell, in order, and what a cell returned.
 
-Filled by `session.cells` in the ipyparallel client's thread, read by whoever shows it.
+No threads, no sockets. Filled by `session.cells` in the ipyparallel client's thread, read by
+whoever shows it.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ class RankOutput:
 
     @property
     def text(self) -> str:
-        """All that can be read as text: streams, and the plain form of displays and results, each on its own line."""
+        """All that can be read as text: streams, and the plain form of displays and results.
+
+        Each of the latter stands on a line of its own.
+        """
         out = ""
         for item in self.items:
             if isinstance(item, Text):
                 out += item.text
             else:
                 plain = str(item.data.get("text/plain", ""))
-                out += (
-                    ("" if not out or out.endswith("\n") else "\n")
-                    + plain
-                    + ("\n" if plain else "")
-                )
+                if plain:
+                    out += ("" if not out or out.endswith("\n") else "\n") + plain + "\n"
         return out
 
 

@@ -1,4 +1,4 @@
-"""From what the user gives to a `ClusterConfig`: arguments over a profile over what this host has."""
+"""From what the user gives to a `ClusterConfig`: arguments, then a profile, then this host."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nbdist.protocol import orders as od
+if TYPE_CHECKING:
+    from nbdist.protocol import orders as od
 
 
 @dataclass(frozen=True)

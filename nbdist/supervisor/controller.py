@@ -1,4 +1,4 @@
-"""ipyparallel's controller in a wrapper: all in one process, on loopback, with CURVE, and ended by the lease.
+"""ipyparallel's controller in a wrapper: one process, on loopback, with CURVE, ended by the lease.
 
 `python -m nbdist.supervisor.controller RUNDIR`. The controller itself never ends when those who
 started it are gone; the lease's thread here sees to that. Heartbeats come often, so that an
@@ -46,14 +46,20 @@ def arguments(rundir: RunDir, config: ClusterConfig) -> list[str]:
 
 
 def end_with_lease(lease: Lease) -> None:
-    """End the process, and the one that the controller forks for its heartbeats, when nobody has renewed the lease."""
+    """End the process when nobody has renewed the lease.
+
+    The one that the controller forks for its heartbeats ends with it.
+    """
     while not lease.has_run_out():
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
 
 
 def end_with_parent() -> None:
-    """In a forked child: be killed when the parent is gone, however that ends (Linux; elsewhere the lease must do)."""
+    """In a forked child: be killed when the parent is gone, however that ends.
+
+    On Linux; elsewhere the lease must do.
+    """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

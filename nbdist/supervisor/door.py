@@ -1,4 +1,7 @@
-"""The one socket on which kernels and agents reach the supervisor; nobody without the cluster's key comes in."""
+"""The one socket on which kernels and agents reach the supervisor.
+
+Nobody without the cluster's key comes in.
+"""
 
 from __future__ import annotations
 

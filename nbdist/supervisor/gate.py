@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from nbdist.protocol.topology import Membership
 
 RELEASE_AFTER_S = 0.2
-"""A wait for a rank whose cell has failed is broken when it lasts this long: one that others can still end does not."""
+"""A wait for a rank whose cell has failed is broken when it lasts this long.
+
+One that others can still end does not last so long.
+"""
 
 
 @dataclass

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from nbdist.protocol.topology import Membership
 
 REPLICATED = ("module:", "optimizer:", "ddp:")
-"""Kinds that are replicas of one another by nature. With a single survivor "equal on all" says nothing, so that then
-only these, and names that the newcomer lacks, are copied."""
+"""Kinds that are replicas of one another by nature.
 
+With a single survivor "equal on all" says nothing: then only these, and names that the newcomer
+lacks, are copied.
+"""
 
 IMPORTED = "import:"
 """A module that only some survivors have imported is nobody's state."""

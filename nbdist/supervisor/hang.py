@@ -39,7 +39,11 @@ class HangWatch:
 
     def is_hung(self, seen: Observation, now: float) -> bool:
         """Judge a look at a silent engine; call it a few times a second."""
-        used_cpu = self.cpu_s is not None and seen.cpu_s > self.cpu_s and not seen.is_stopped
+        if self.cpu_s is None:
+            # One look convicts nobody: if the watcher itself stood still, beats are waiting.
+            self.cpu_s = seen.cpu_s
+            return False
+        used_cpu = seen.cpu_s > self.cpu_s and not seen.is_stopped
         self.cpu_s = seen.cpu_s
         if seen.is_traced or used_cpu:
             self.last_progress = now

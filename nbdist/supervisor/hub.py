@@ -1,8 +1,9 @@
-"""The supervisor's two sockets to ipyparallel's hub: hears of engines that unregister, and unregisters dead ones.
+"""The supervisor's two sockets to ipyparallel's hub.
 
-Engines run without ipyparallel's nanny processes, so the hub would notice a death only by missed
-heartbeats. The supervisor knows at once, from the zygote, and says it in the nanny's own words, so
-that every ipyparallel client sees it.
+It hears of engines that unregister on one, and unregisters dead ones on the other. Engines run
+without ipyparallel's nanny processes, so the hub would notice a death only by missed heartbeats.
+The supervisor knows at once, from the zygote, and says it in the nanny's own words, so that every
+ipyparallel client sees it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class HubLink:
         self._session.send(self._registrar, "unregistration_request", content={"id": engine_id})
 
     def unregistered(self) -> EngineId | None:
-        """The engine that the next waiting notice says is gone, or None where it says something else."""
+        """The engine that the next notice says is gone, or None where it says something else."""
         _, frames = self._session.feed_identities(self.notices.recv_multipart())
         message = self._session.deserialize(frames)
         if message["msg_type"] != "unregistration_notification":

@@ -1,13 +1,14 @@
-"""Cells and pushes that an engine replays when it joins; kept on disk too, for a supervisor that takes over.
+"""Cells and pushes that an engine replays when it joins.
 
-An entry is kept when the cell succeeded, was not `once`, and did not run longer than the replay
-limit. The journal is
-bounded: the oldest entries go first, and how many went is counted (what all survivors hold alike is
-copied anyway).
+Kept on disk too, for a supervisor that takes over. An entry is kept when the cell succeeded, was
+not `once`, and did not run longer than the replay limit. The journal is bounded: the oldest entries
+go first, and how many went is counted (what all survivors hold alike is copied anyway).
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 MAX_ENTRIES = 5_000
 MAX_BYTES = 64_000_000
+MAX_FILE_BYTES = 2 * MAX_BYTES
+"""A longer file is written anew."""
+
+log = logging.getLogger(__name__)
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -79,9 +84,25 @@ class Journal:
         return tuple(line.entry for line in lines if line.slots is None or slot in line.slots)
 
     def _append(self, line: Begun | Kept) -> None:
-        body = wire.encode(line)
-        with self._path.open("ab") as file:
-            file.write(len(body).to_bytes(4, "big") + body)
+        try:
+            with self._path.open("ab") as file:
+                file.write(_record(line))
+                size = file.tell()
+            if size > MAX_FILE_BYTES:
+                self._compact()
+        except (
+            OSError
+        ) as error:  # a full disk costs a successor this entry, and nobody else anything
+            log.warning("the journal cannot be written: %s", error)
+
+    def _compact(self) -> None:
+        """Write the file anew with what is kept and what runs."""
+        fresh = self._path.with_suffix(".new")
+        with fresh.open("wb") as file:
+            for line in self._lines:
+                file.write(_record(line) + _record(Kept(cell=line.entry.cell)))
+            file.writelines(map(_record, self._begun.values()))
+        fresh.replace(self._path)
 
     def _keep(self, line: Begun) -> None:
         self._lines.append(line)
@@ -91,14 +112,20 @@ class Journal:
             self.num_dropped += 1
 
     def _read(self) -> None:
-        data = self._path.read_bytes()
-        while len(data) >= 4:
-            end = 4 + int.from_bytes(data[:4], "big")
+        data, start = self._path.read_bytes(), 0
+        while len(data) - start >= 4:
+            end = start + 4 + int.from_bytes(data[start : start + 4], "big")
             if len(data) < end:
-                break  # the writer was killed in the middle of it
-            line = wire.decode(data[4:end], Begun | Kept)
+                break
+            line = wire.decode(data[start + 4 : end], Begun | Kept)
             if isinstance(line, Begun):
                 self._begun[line.entry.cell] = line
             elif line.cell in self._begun:
                 self._keep(self._begun.pop(line.cell))
-            data = data[end:]
+            start = end
+        os.truncate(self._path, start)  # the writer may have been killed in the middle of a record
+
+
+def _record(line: Begun | Kept) -> bytes:
+    body = wire.encode(line)
+    return len(body).to_bytes(4, "big") + body

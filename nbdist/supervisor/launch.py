@@ -1,8 +1,8 @@
-"""Start, signal and stop engines, one per slot: through the zygote, or where fork is not possible as fresh processes.
+"""Start, signal and stop engines, one per slot.
 
-Everything started here gets a process session of its own, so that a signal to the notebook's
-process group reaches none of it. The supervisor's thread polls `fileno` and calls `read`; nothing
-here blocks.
+Through the zygote, or where fork is not possible as fresh processes. Everything started here gets
+a process session of its own, so that a signal to the notebook's process group reaches none of it.
+The supervisor's thread polls `fileno` and calls `read`; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Zygote:
         self.process = spawn(self.rundir, "nbdist.supervisor.zygote", "zygote")
 
     def connect(self) -> bool:
-        """Try to reach a zygote, this supervisor's or its predecessor's; True once there is a connection."""
+        """Try to reach a zygote, our own or a predecessor's; True once there is a connection."""
         if self.socket is None and self.rundir.file("zygote").exists():
             sock = socket.socket(socket.AF_UNIX)
             try:
@@ -101,7 +101,10 @@ class Zygote:
     def start_engine(
         self, slot: Slot, env: dict[str, str], num_threads: int
     ) -> forks.Forked | None:
-        """Make an engine; where it is our own child its pid is known at once, else `Forked` comes by `read`."""
+        """Make an engine.
+
+        Where it is our own child its pid is known at once, else `Forked` comes by `read`.
+        """
         if not self.cannot_fork:
             self._send(forks.Fork(slot=slot, env=env, num_threads=num_threads))
             return None

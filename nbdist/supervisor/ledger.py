@@ -1,7 +1,11 @@
-"""The append-only record from which a supervisor that takes over learns the world: JSON lines, the last whole one counts."""
+"""The append-only record from which a supervisor that takes over learns the world.
+
+JSON lines; the last whole one counts.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,12 +19,16 @@ MAX_BYTES = 4_000_000
 """A longer ledger is begun anew with its last line."""
 
 
+log = logging.getLogger(__name__)
+
+
 class Ledger:
     """The ledger of one cluster."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last = b""
+        self._is_new = True
 
     def append(self, view: WorldView) -> None:
         """Write down the world; a line equal to the last is left out."""
@@ -28,8 +36,18 @@ class Ledger:
         if line == self._last:
             return
         self._last = line
+        try:
+            self._write(line)
+        except (
+            OSError
+        ) as error:  # a full disk costs a successor this line, and nobody else anything
+            log.warning("the ledger cannot be written: %s", error)
+
+    def _write(self, line: bytes) -> None:
         with self._path.open("ab") as file:
-            file.write(line + b"\n")
+            # The writer before may have been killed in the middle of a line.
+            file.write((b"\n" if self._is_new and file.tell() else b"") + line + b"\n")
+            self._is_new = False
             size = file.tell()
         if size > MAX_BYTES:
             fresh = self._path.with_suffix(".new")

@@ -74,6 +74,13 @@ class Roster:
         for slot in [slot for slot in self.seats if slot >= size]:
             self._give_back(self.seats[slot])
 
+    def drop_leavers(self) -> None:
+        """End engines that leave before there was a group that could let them go."""
+        for seat in self.in_state(SeatState.LEAVING):
+            if seat.pid is not None:
+                self._out.append(do.KillEngine(seat.slot, seat.pid, "scaled down"))
+            del self.seats[seat.slot]
+
     def _give_back(self, seat: Seat) -> None:
         if seat.state is SeatState.MEMBER:
             seat.state = SeatState.LEAVING

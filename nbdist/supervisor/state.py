@@ -5,15 +5,19 @@ What each event does to the `World`; how the world goes from phase to phase stan
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
-from nbdist.protocol.ids import CellId, Slot
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor.gate import RELEASE_AFTER_S, WaitingCell
-from nbdist.supervisor.handover import HandoverEvent
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.seats import End, Seat, SeatState
 from nbdist.supervisor.world import WAY_OUT, World
+
+if TYPE_CHECKING:
+    from nbdist.protocol.ids import CellId, Slot
+    from nbdist.supervisor.handover import HandoverEvent
 
 UNBLOCK_LIMIT_S = 3.0
 """A member that still stands in a native wait this long after its group was cut is killed."""

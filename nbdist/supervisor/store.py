@@ -33,7 +33,7 @@ def listen() -> socket.socket:
 
 
 def outdated(keys: Iterable[str]) -> list[str]:
-    """Keys of generations before the last two, so that their number stays the same however many are formed."""
+    """Keys of generations before the last two: what is kept does not grow with the generations."""
     found = [(int(match[1]), key) for key in keys if (match := _GENERATION.match(key))]
     newest = max((generation for generation, _ in found), default=0)
     return [key for generation, key in found if generation < newest - KEPT_GENERATIONS]
@@ -41,7 +41,7 @@ def outdated(keys: Iterable[str]) -> list[str]:
 
 def serve(sock: socket.socket, rundir: RunDir, lease_s: float) -> NoReturn:
     """Host the store until the lease runs out. Runs as the whole of a forked child."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # noqa: PLC0415 - whoever starts the store needs no torch
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     port = sock.getsockname()[1]

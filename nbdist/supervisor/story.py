@@ -1,4 +1,4 @@
-"""The incidents of a cluster: opened by a loss or a change, timed, closed when the world runs again. Pure."""
+"""The incidents of a cluster: opened by a loss or a change, timed, closed when all runs. Pure."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from nbdist.protocol.orders import SeatView, WorldView
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:
-    """The world now; `with_beats`: with what changes all the time (memory, what main threads do)."""
+    """The world now; `with_beats`: with what changes all the time (memory, current waits)."""
     formed = machine.phase is Phase.RUNNING
     return WorldView(
         phase=machine.phase.value,
@@ -23,7 +25,7 @@ def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:
         num_formed=machine.membership.world_size if formed else 0,
         healthy=machine.is_healthy,
         reason=_reason(machine),
-        incidents=tuple(machine.story.incidents),
+        incidents=tuple(map(msgspec.structs.replace, machine.story.incidents)),
         notes=machine.notes,
     )
 

@@ -1,4 +1,4 @@
-"""Looks at engines' processes: those that send no beats, and those that vanish without a report of their parent."""
+"""Looks at engines' processes: those that send no beats, and those that vanish unreported."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ breaks the group at once. What each event does stands in `state`.
 
 from __future__ import annotations
 
-from nbdist.config import ClusterConfig
+from typing import TYPE_CHECKING
+
 from nbdist.protocol import orders as od
 from nbdist.protocol.ids import Generation, Slot
 from nbdist.protocol.topology import EMPTY, Membership
@@ -27,6 +28,9 @@ from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.roster import Roster
 from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
 from nbdist.supervisor.story import Story
+
+if TYPE_CHECKING:
+    from nbdist.config import ClusterConfig
 
 WAY_OUT = ". End it with %dist_reset and start anew with %dist_init."
 
@@ -47,7 +51,7 @@ class World:
         self.awaited: set[Slot] = set()
         """Members whose report is waited for."""
         self.was_running = False
-        """Whether a group has ever been whole: from then on newcomers are given what members hold."""
+        """Whether a group was ever whole: from then on newcomers are given what members hold."""
         self.handover: Handover | None = None
         self._form_failures = 0
         self._uncuttable: set[Slot] = set()
@@ -139,6 +143,7 @@ class World:
 
     def _start_again(self, now: float) -> None:
         """The first group broke before it was whole: nobody holds anything yet."""
+        self.roster.drop_leavers()
         for seat in self.roster.in_state(SeatState.MEMBER):
             seat.state = SeatState.READY
         self._enter(Phase.STARTING, self.reason, now)
@@ -210,7 +215,7 @@ class World:
                 self._go_on(now)
 
     def _ready_and_complete(self, now: float) -> list[Seat]:
-        """Newcomers that can be admitted; those that lack what was run meanwhile replay it first."""
+        """Newcomers that can be admitted; those that lack what ran meanwhile replay it first."""
         ready = self.roster.in_state(SeatState.READY)
         for seat in ready:
             if seat.replayed < self.roster.journal_length:

@@ -1,4 +1,4 @@
-"""The process that has torch imported and forks engines, so that one starts in a fraction of a second.
+"""The process that has torch imported and forks engines: one starts in a fraction of a second.
 
 A fresh process (`python -m nbdist.supervisor.zygote RUNDIR`) in which only imports ran: it has one
 thread, which is asserted before each fork, since a forked child of a threaded process can inherit a
@@ -127,7 +127,7 @@ class Zygote:
         try:
             self.forget_parent(f"slot-{order.slot}")
             self.surroundings.enter(order.env)
-            from nbdist.engine import entry
+            from nbdist.engine import entry  # noqa: PLC0415 - imported by now, and only here
 
             code = entry.main(self.rundir, order.slot, order.num_threads)
         except SystemExit as end:
@@ -248,10 +248,7 @@ def why_not_fork() -> str:
         return f"forking after imports is not safe on {sys.platform}"
     if os.environ.get("NBDIST_NO_FORK"):
         return "NBDIST_NO_FORK is set"
-    threads = [
-        Path(f"/proc/self/task/{task}/comm").read_text().strip()
-        for task in os.listdir("/proc/self/task")
-    ]
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     if len(threads) > 1:
         return f"importing torch started threads ({', '.join(threads)})"
     cuda = sys.modules.get("torch.cuda")
