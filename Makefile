@@ -7,7 +7,8 @@ PYTEST := $(PY) -m pytest
 
 # The pure modules (docs/architecture.md): the only ones with a coverage gate.
 PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/targets.py \
-	$(patsubst %,nbdist/supervisor/%.py,handover hang instructions policy series state) \
+	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
+	series state story view world) \
 	nbdist/train/sampling.py
 
 # Installed once for this folder and these two files; any change of them installs again.

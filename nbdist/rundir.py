@@ -174,9 +174,10 @@ class RunDir:
             Keys(**content["keys"]),
         )
 
-    def write_owner(self, name: str) -> None:
-        """Note the calling process under a name, for instance `controller`."""
-        self._write_private(name, json.dumps(asdict(Owner.this())))
+    def write_owner(self, name: str, owner: Owner) -> None:
+        """Note a process under a name, for instance `controller`."""
+        self.file(name).unlink(missing_ok=True)
+        self._write_private(name, json.dumps(asdict(owner)))
 
     def read_owner(self, name: str) -> Owner | None:
         """The process noted under a name, or None."""

@@ -126,7 +126,10 @@ class SeatView(msgspec.Struct, frozen=True, kw_only=True):
     slot: Slot
     rank: int | None
     state: str
-    """A `SeatState` in words: empty, starting, …, given up; `activity` tells busy and waiting."""
+    """empty, starting, replaying, ready, member, leaving or given up.
+
+    Busy and waiting are told by `activity`.
+    """
     engine_id: EngineId | None
     pid: int | None
     host: str

@@ -83,7 +83,7 @@ class EngineClient:
         try:
             return dict(zip(ranks, answers.get(timeout=CALL_LIMIT_S), strict=True))
         except ipp.error.CompositeError as error:
-            raise _failed(ranks, error.elist) from None
+            raise _failed(engines, error.elist) from None
 
     def close(self) -> None:
         """Close its sockets and end its thread."""
@@ -101,10 +101,10 @@ class EngineClient:
         return self._client._engines.get(engine_id)  # type: ignore[no-any-return]  # noqa: SLF001 - as above
 
 
-def _failed(ranks: list[int], errors: list[tuple[Any, ...]]) -> CellFailed:
+def _failed(engines: dict[int, EngineId], errors: list[tuple[Any, ...]]) -> CellFailed:
+    ranks = {engine_id: rank for rank, engine_id in engines.items()}
     found: dict[int, RankError] = {}
     for name, text, traceback, info in errors:
-        index = len(found) if info is None else info.get("index", len(found))
-        rank = ranks[min(index, len(ranks) - 1)]
+        rank = ranks.get((info or {}).get("engine_id"), -1)
         found[rank] = RankError(rank, str(name), str(text), str(traceback).splitlines())
-    return CellFailed(str(next(iter(found.values()))), found)
+    return CellFailed(str(next(iter(found.values()))), dict(sorted(found.items())))

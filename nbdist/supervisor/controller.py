@@ -69,7 +69,6 @@ def main() -> None:
     rundir = RunDir(Path(sys.argv[1]))
     config, _, _ = rundir.read()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rundir.write_owner("controller")
     lease = Lease(rundir, config.lease_s)
     threading.Thread(target=end_with_lease, args=(lease,), name="nbdist-lease", daemon=True).start()
     os.register_at_fork(after_in_child=end_with_parent)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nbdist.config import LOOPBACK
 from nbdist.processes import spawn
 from nbdist.protocol import forks, wire
-from nbdist.rundir import RunDir, Surroundings
+from nbdist.rundir import Owner, RunDir, Surroundings
 
 if TYPE_CHECKING:
     import subprocess
@@ -30,7 +30,6 @@ class Zygote:
     """The supervisor's end of the zygote; also what stands in for it where it cannot fork."""
 
     rundir: RunDir
-    process: subprocess.Popen[bytes] | None = None
     store_port: int = 0
     cannot_fork: str = ""
     is_ready: bool = False
@@ -43,19 +42,24 @@ class Zygote:
         """Start a zygote; `connect` until it answers."""
         self.close()
         self.rundir.file("zygote").unlink(missing_ok=True)
-        self.process = spawn(self.rundir, "nbdist.supervisor.zygote", "zygote")
+        process = spawn(self.rundir, "nbdist.supervisor.zygote", "zygote")
+        self.rundir.write_owner("zygote-process", Owner.of(process.pid))
 
-    def connect(self) -> bool:
-        """Try to reach a zygote, our own or a predecessor's; True once there is a connection."""
-        if self.socket is None and self.rundir.file("zygote").exists():
-            sock = socket.socket(socket.AF_UNIX)
-            try:
-                sock.connect(str(self.rundir.file("zygote")))
-            except OSError:
-                sock.close()
-                return False
+    def connect(self) -> None:
+        """Try to reach a zygote, this supervisor's or its predecessor's; start one if none lives."""
+        if self.socket is not None:
+            return
+        owner = self.rundir.read_owner("zygote-process")
+        if owner is None or not owner.is_alive():
+            self.start()
+            return
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(str(self.rundir.file("zygote")))
+        except OSError:
+            sock.close()  # it is still importing
+        else:
             self.socket, self.buffer = sock, bytearray()
-        return self.socket is not None
 
     @property
     def store_address(self) -> tuple[str, int]:

@@ -23,6 +23,7 @@ from nbdist.processes import RUNDIR_VARIABLE, end_processes, spawn
 from nbdist.protocol import events as ev
 from nbdist.protocol import forks, wire
 from nbdist.protocol import orders as od
+from nbdist.rundir import Owner, RunDir
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor.desk import Desk
 from nbdist.supervisor.devices import engine_environment, offered_slots
@@ -38,7 +39,6 @@ from nbdist.supervisor.watchdog import Hung, Watchdog, observe
 
 if TYPE_CHECKING:
     from nbdist.protocol.ids import Slot
-    from nbdist.rundir import RunDir
 
 TICK_MS = 50
 LEASE_PERIOD_S = 1.0
@@ -67,6 +67,7 @@ class Loop:
         self._hub: HubLink | None = None
         self._agents: dict[Slot, bytes] = {}
         self._to_start: list[Slot] = []
+        self._form_later: do.Form | None = None
         self._is_ending = False
         self._next_lease = 0.0
         self._shown: od.WorldView | None = None
@@ -84,7 +85,8 @@ class Loop:
     def _take_up_or_start(self, now: float) -> None:
         last = self._ledger.last()
         if last is None:
-            spawn(self._rundir, "nbdist.supervisor.controller", "controller")
+            controller = spawn(self._rundir, "nbdist.supervisor.controller", "controller")
+            self._rundir.write_owner("controller", Owner.of(controller.pid))
             self._zygote.start()
             self._machine.start(now)
         else:
@@ -229,6 +231,7 @@ class Loop:
             self._zygote.connect()
         elif self._hub is not None:
             self._start_waiting(now)
+            self._form_now()
         for found in self._watchdog.look(list(self._machine.seats.values()), now):
             if isinstance(found, Hung):
                 found.seat.ordered_at = found.since
@@ -298,6 +301,8 @@ class Loop:
         match instruction:
             case do.Tell(slot, order):
                 self._order(slot, order)
+            case do.Form() if not self._zygote.is_ready:
+                self._form_later = instruction  # the zygote says where the store is
             case do.Form(membership):
                 host, port = self._zygote.store_address
                 for slot in membership.slots:
@@ -307,6 +312,12 @@ class Loop:
                 entries = self._journal.since(since, slot)
                 replay = partial(od.ReplayJournal, entries=entries, until=until)
                 self._order(slot, replay(rank=rank, world_size=world_size))
+
+    def _form_now(self) -> None:
+        """Carry out a formation that had to wait for the zygote, if it is still wanted."""
+        later, self._form_later = self._form_later, None
+        if later is not None and later.membership == self._machine.membership:
+            self._tell(later)
 
     def _order(self, slot: Slot, order: od.AgentOrder) -> None:
         if identity := self._agents.get(slot):
@@ -324,6 +335,9 @@ class Loop:
     def _show_world(self) -> None:
         view = view_of(self._machine)
         if view != self._shown:
+            if self._shown is None or view.phase != self._shown.phase:
+                generation = view.membership.generation
+                log.info("%s, generation %s: %s", view.phase, generation, view.reason or "whole")
             self._shown = view
             self._ledger.append(view)
             self._desk.tell_kernels(view)

@@ -216,7 +216,10 @@ class Zygote:
         """Carry out the supervisor's orders."""
         if self.peer is None:
             return
-        data = self.peer.recv(65536)
+        try:
+            data = self.peer.recv(65536)
+        except ConnectionError:
+            data = b""  # it was killed with something unread
         if not data:
             self.peer.close()
             self.peer = None
@@ -279,6 +282,7 @@ def preload() -> None:
     """Import what engines need, without starting a thread or touching a GPU."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that is gone is no news to us
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
