@@ -29,19 +29,18 @@ _PACKAGE = "nbdist."
 _ROUND_S = 0.5
 
 
-def spawn(
-    rundir: RunDir, module: str, log: str, *arguments: str, surroundings: Surroundings | None = None
-) -> subprocess.Popen[bytes]:
+def module_environment(rundir: RunDir, around: Surroundings) -> dict[str, str]:
+    """Variables of a process that runs a module of ours: it finds what the kernel would find."""
+    path = os.pathsep.join(p or around.cwd for p in around.path)
+    return {**around.env, RUNDIR_VARIABLE: str(rundir.path), "PYTHONPATH": path}
+
+
+def spawn(rundir: RunDir, module: str, log: str) -> subprocess.Popen[bytes]:
     """Run a module of ours in a session of its own, output to its log."""
-    around = surroundings or rundir.read_surroundings()
-    env = {
-        **around.env,
-        RUNDIR_VARIABLE: str(rundir.path),
-        "PYTHONPATH": os.pathsep.join(p or around.cwd for p in around.path),
-    }
+    env = module_environment(rundir, rundir.read_surroundings())
     with rundir.log(log).open("ab") as out:
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module, no shell
-            [sys.executable, "-m", module, str(rundir.path), *arguments],
+            [sys.executable, "-m", module, str(rundir.path)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

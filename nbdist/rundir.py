@@ -147,6 +147,16 @@ class RunDir:
         """ipyparallel's connection file for "engine" or "client"."""
         return self.path / "ipp" / "security" / f"ipcontroller-{role}.json"
 
+    @property
+    def is_controller_ready(self) -> bool:
+        """Whether the controller has written its connection files, whole."""
+        try:
+            for role in ("client", "engine"):
+                json.loads(self.connection_file(role).read_text())
+        except (OSError, ValueError):
+            return False
+        return True
+
     @classmethod
     def create(cls, config: ClusterConfig, owner: Owner) -> RunDir:
         """Make the directory of a new cluster, its keys in it."""

@@ -115,5 +115,5 @@ def _check_world(cluster: Cluster) -> None:
     sums = cluster.run(_LOOK, timeout=_CELL_LIMIT_S, once=True).values
     size = len(cluster.status())
     wanted = [float(size * index) for index in range(4)]
-    if sums != {rank: wanted for rank in range(size)}:
+    if sums != dict.fromkeys(range(size), wanted):
         raise NbdistError(f"an all_reduce over {size} ranks gave {sums}")

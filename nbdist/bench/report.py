@@ -25,7 +25,7 @@ def as_text(rows: Sequence[Row], failures: Sequence[str]) -> str:
     lines = [columns(_HEADER, map(_cells, rows)), ""]
     lines += [f"FAILED: {failure}" for failure in failures]
     by_verdict = {v: sum(row.verdict is v for row in rows) for v in Verdict}
-    said = [f"{by_verdict[Verdict.HOLDS]} bounds hold", f"{by_verdict[Verdict.MISSED]} missed"]
+    said = [f"bounds: {by_verdict[Verdict.HOLDS]} hold", f"{by_verdict[Verdict.MISSED]} missed"]
     if by_verdict[Verdict.VOID]:
         said.append(
             f"{by_verdict[Verdict.VOID]} not judged: A and A' differ by more than {NOISE_LIMIT:.0%}"

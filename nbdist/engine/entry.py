@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import random
+import signal
 import socket
 import sys
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,10 @@ class EngineApp(engine_app.IPEngine):  # type: ignore[misc]
 
     rundir: RunDir
     slot: Slot
+
+    def init_signal(self) -> None:
+        """SIGINT as ipyparallel has it; SIGTERM ends the process at once, in a collective too."""
+        signal.signal(signal.SIGINT, self._signal_sigint)
 
     def redirect_output(self, iopub_socket: Any) -> None:
         """As ipyparallel's, without its stray print of each log handler."""

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import threading
+import time
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ FORM_TIMEOUT = timedelta(seconds=3)
 """For forming only; a member that does not come is told by the supervisor long before."""
 USER_TIMEOUT = timedelta(minutes=30)
 """torch's own default for collectives: one rank may prepare data for long while the others wait."""
+UNBLOCK_LIMIT_S = 1.0
+"""How long the agent's thread tries to free a main thread that forms a group."""
 NAMES_PER_GENERATION = 1_000_000
 """torch names groups by a counter; each generation starts at a multiple: no name comes twice."""
 
@@ -115,7 +118,10 @@ class Groups:
         if not self._forming_own:  # torch keeps the user's groups below the default group
             store = dist.PrefixStore(f"{self.generation * NAMES_PER_GENERATION}/", store)
         store = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", store))
-        sockets.unblock_forming(store, rank, size)
+        deadline = time.monotonic() + UNBLOCK_LIMIT_S
+        while self._forming == forming and time.monotonic() < deadline:
+            sockets.unblock_forming(store, rank, size)
+            time.sleep(0.02)
 
     def wait_cut(self, timeout_s: float) -> bool:
         """Whether the present group has been cut, or is within the time."""

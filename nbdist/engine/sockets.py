@@ -9,6 +9,7 @@ Shutting these sockets down is the one way to free a thread that waits in a gloo
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -108,10 +109,12 @@ def connected() -> Iterable[tuple[SocketRef, Address, Address]]:
 
 
 def unblock_forming(store: Store, rank: int, world_size: int) -> None:
-    """Free a thread that waits, while a group forms, for the addresses of ranks that will not come.
+    """Free a thread that waits, while a group forms, for ranks that will not come.
 
-    They are given an address at which nobody listens, so that connecting to it fails at once.
-    For another thread, with a store client of its own: a client serves one call at a time.
+    Ranks that have not published an address are given one at which nobody listens, so that
+    connecting to it fails at once; connections that stand already are cut; and at our own listener,
+    which waits for ranks to call, each of them calls and hangs up. To be repeated until the thread
+    is free. For another thread, with a store client of its own: a client serves one call at a time.
     """
     if not store.check([f"0/{rank}"]):
         return
@@ -119,9 +122,16 @@ def unblock_forming(store: Store, rank: int, world_size: int) -> None:
     (name_length,) = struct.unpack_from("<Q", own, 0)
     port_at = 16 + name_length + 2
     nobody = own[:port_at] + struct.pack(">H", NOBODYS_PORT) + own[port_at + 2 :]
-    for peer in range(world_size):
+    peers = [r for r in range(world_size) if r != rank]
+    for peer in peers:
         if not store.check([f"0/{peer}"]):
             store.set(f"0/{peer}", nobody)
+    here = parse_address(own)
+    there = {parse_address(blob) for blob in store.multi_get([f"0/{r}" for r in peers])}
+    cut([ref for ref, local, remote in connected() if local == here or remote in there])
+    for peer in peers:
+        with contextlib.suppress(OSError), socket.create_connection(here, timeout=0.1) as call:
+            call.sendall(struct.pack("<Q", peer))  # gloo's greeting: the number of the pair
 
 
 def cut(refs: Iterable[SocketRef]) -> int:

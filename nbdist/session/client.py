@@ -11,13 +11,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import CellFailed, RankError
+from nbdist.errors import CellFailed, RankError, WrongState
+from nbdist.protocol.ids import EngineId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from nbdist.protocol.ids import EngineId
 
 REGISTERED_LIMIT_S = 5.0
 CALL_LIMIT_S = 120.0
@@ -75,8 +75,9 @@ class EngineClient:
         import ipyparallel as ipp  # noqa: PLC0415 - as above
 
         client, ranks = self.connect(), list(engines)
-        for engine_id in engines.values():
-            self._uuid(engine_id)
+        for rank, engine_id in engines.items():
+            if self._uuid(engine_id) is None:
+                raise WrongState(f"the engine of rank {rank} is gone; %dist_status shows the world")
         view = client.direct_view(list(engines.values()))
         view._socket = client._mux_stream  # noqa: SLF001 - see above
         answers = view.apply_async(ipp.Reference(function), *args, **kwargs)
@@ -105,6 +106,6 @@ def _failed(engines: dict[int, EngineId], errors: list[tuple[Any, ...]]) -> Cell
     ranks = {engine_id: rank for rank, engine_id in engines.items()}
     found: dict[int, RankError] = {}
     for name, text, traceback, info in errors:
-        rank = ranks.get((info or {}).get("engine_id"), -1)
+        rank = ranks.get((info or {}).get("engine_id", EngineId(-1)), -1)
         found[rank] = RankError(rank, str(name), str(text), str(traceback).splitlines())
     return CellFailed(str(next(iter(found.values()))), dict(sorted(found.items())))

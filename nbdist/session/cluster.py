@@ -26,7 +26,7 @@ from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
 from nbdist.rundir import Owner, RunDir
-from nbdist.session.cells import Cells, Watch
+from nbdist.session.cells import CellRun, Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.link import Link
 from nbdist.session.settings import cluster_config
@@ -144,7 +144,7 @@ class Cluster:
         run = self._cells.begin("", ranks=self._chosen(ranks), once=False, pushed=packed)
         succeeded = False
         try:
-            self._call(calls.PUSH, run.ranks, packed)
+            self._call(calls.PUSH, run, packed)
             succeeded = True
         finally:
             self._cells.end(run, succeeded=succeeded)
@@ -159,7 +159,7 @@ class Cluster:
         """
         run = self._cells.begin("", ranks=self._chosen(ranks), once=True)
         try:
-            packed = self._call(calls.PULL, run.ranks, name, as_numpy=as_numpy)
+            packed = self._call(calls.PULL, run, name, as_numpy=as_numpy)
         finally:
             self._cells.end(run, succeeded=False)
         return {rank: values.unpack(data) for rank, data in packed.items()}
@@ -230,7 +230,7 @@ class Cluster:
         """Start everything and wait for the first group; called once, by `start`."""
         self._link.start()
         deadline = time.monotonic() + self.config.start_timeout_s + 10.0
-        while not self._rundir.connection_file("client").exists():
+        while not self._rundir.is_controller_ready:
             self._check_start(deadline)
         self._client.connect()
         while self._view is None or self._view.phase != "running":
@@ -335,11 +335,8 @@ class Cluster:
                 raise TargetError(f"rank {rank} is not in the present world ({world})")
         return tuple(ranks)
 
-    def _call(
-        self, function: str, ranks: Sequence[int], *args: Any, **kwargs: Any
-    ) -> dict[int, Any]:
-        members = self._seen.membership.members
-        engines = {rank: members[rank].engine_id for rank in ranks}
+    def _call(self, function: str, run: CellRun, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        engines = {rank: run.membership.members[rank].engine_id for rank in run.ranks}
         return self._client.call(engines, function, *args, **kwargs)
 
 

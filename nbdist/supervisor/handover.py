@@ -145,8 +145,8 @@ class Handover:
                     names.append(name)
                 else:
                     unsettled[name] = "differs from the only survivor's; kept as the replay made it"
-            missing = {n for d in held for n in d if not d[n].startswith(IMPORTED)}
-            missing -= {*common, *mine}
+            on_all = set(held[0]).intersection(*held)
+            missing = {n for n in on_all - {*common, *mine} if not held[0][n].startswith(IMPORTED)}
             unsettled |= dict.fromkeys(
                 sorted(missing), "differs between the survivors, and the replay did not make it"
             )

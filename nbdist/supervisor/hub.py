@@ -34,12 +34,7 @@ class HubLink:
     @classmethod
     def open(cls, context: zmq.Context[Any], rundir: RunDir) -> HubLink | None:
         """Connect, if the controller has written its connection files."""
-        if not rundir.connection_file("engine").exists():
-            return None
-        try:
-            return cls(context, rundir)
-        except (OSError, ValueError, KeyError):
-            return None  # it is in the middle of writing them
+        return cls(context, rundir) if rundir.is_controller_ready else None
 
     def unregister(self, engine_id: EngineId) -> None:
         """Say that an engine is gone."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from nbdist.config import LOOPBACK
-from nbdist.processes import spawn
+from nbdist.processes import module_environment, spawn
 from nbdist.protocol import forks, wire
-from nbdist.rundir import Owner, RunDir, Surroundings
+from nbdist.rundir import Owner, RunDir
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Iterator
 
     from nbdist.protocol.ids import Slot
@@ -35,8 +37,8 @@ class Zygote:
     is_ready: bool = False
     socket: socket.socket | None = None
     buffer: bytearray = field(default_factory=bytearray)
-    own: dict[int, tuple[Slot, subprocess.Popen[bytes]]] = field(default_factory=dict)
-    """Engines that are our own children."""
+    own: dict[int, tuple[Slot, Any]] = field(default_factory=dict)
+    """Engines that are our own children: pid -> slot and ipyparallel's launcher."""
 
     def start(self) -> None:
         """Start a zygote; `connect` until it answers."""
@@ -46,7 +48,7 @@ class Zygote:
         self.rundir.write_owner("zygote-process", Owner.of(process.pid))
 
     def connect(self) -> None:
-        """Try to reach a zygote, this supervisor's or its predecessor's; start one if none lives."""
+        """Try to reach a zygote, our own or a predecessor's; start one if none lives."""
         if self.socket is not None:
             return
         owner = self.rundir.read_owner("zygote-process")
@@ -112,34 +114,47 @@ class Zygote:
         if not self.cannot_fork:
             self._send(forks.Fork(slot=slot, env=env, num_threads=num_threads))
             return None
-        around = self.rundir.read_surroundings()
-        around = Surroundings(cwd=around.cwd, path=around.path, env={**around.env, **env})
-        arguments = (str(slot), str(num_threads))
-        process = spawn(
-            self.rundir, "nbdist.engine", f"slot-{slot}", *arguments, surroundings=around
+        launcher = self._launcher(slot, env, num_threads)
+        launcher.start()
+        self.own[launcher.pid] = (slot, launcher)
+        return forks.Forked(slot=slot, pid=launcher.pid)
+
+    def _launcher(self, slot: Slot, env: dict[str, str], num_threads: int) -> Any:
+        """ipyparallel's local launcher, told to start our engine."""
+        from ipyparallel.cluster.launcher import (  # noqa: PLC0415 - half a second, for this case only
+            LocalEngineLauncher,
         )
-        self.own[process.pid] = (slot, process)
-        return forks.Forked(slot=slot, pid=process.pid)
+
+        around = self.rundir.read_surroundings()
+        return LocalEngineLauncher(
+            engine_cmd=[sys.executable, "-m", "nbdist.engine"],
+            engine_args=[str(self.rundir.path), str(slot), str(num_threads)],
+            environment={**module_environment(self.rundir, around), **env},
+            work_dir=around.cwd,
+            output_file=str(self.rundir.log(f"slot-{slot}")),
+        )
 
     def own_exits(self) -> Iterator[forks.Exited]:
         """Exits of engines that are our own children."""
-        for pid, (slot, process) in list(self.own.items()):
-            code = process.poll()
-            if code is not None:
-                del self.own[pid]
-                name = signal.Signals(-code).name if code < 0 else None
-                yield forks.Exited(
-                    slot=slot,
-                    pid=pid,
-                    signal=name,
-                    exit_code=None if name else code,
-                    at=time.monotonic(),
-                )
+        for pid, (slot, launcher) in list(self.own.items()):
+            try:
+                code = launcher.process.wait(timeout=0)
+            except psutil.TimeoutExpired:
+                continue
+            del self.own[pid]
+            is_signal = code is not None and code < 0
+            yield forks.Exited(
+                slot=slot,
+                pid=pid,
+                signal=signal.Signals(-code).name if is_signal else None,
+                exit_code=None if is_signal else code,
+                at=time.monotonic(),
+            )
 
     def signal(self, pid: int, number: int) -> None:
         """Signal an engine: through its parent, who knows that the pid is still its child."""
         if pid in self.own:
-            self.own[pid][1].send_signal(number)
+            self.own[pid][1].process.send_signal(number)
         else:
             self._send(forks.Signal(pid=pid, signal=number))
 

@@ -34,7 +34,7 @@ from nbdist.supervisor.launch import Zygote
 from nbdist.supervisor.ledger import Ledger
 from nbdist.supervisor.seats import SeatState
 from nbdist.supervisor.state import Machine
-from nbdist.supervisor.view import view_of
+from nbdist.supervisor.view import last_words, view_of
 from nbdist.supervisor.watchdog import Hung, Watchdog, observe
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ TICK_MS = 50
 LEASE_PERIOD_S = 1.0
 FAREWELL_S = 1.0
 """How long engines have to end by themselves at a shutdown."""
+
+LOG_END_BYTES = 16_384
+"""Of a dead engine's log this much is looked at."""
 
 log = logging.getLogger(__name__)
 
@@ -342,11 +345,11 @@ class Loop:
             self._ledger.append(view)
             self._desk.tell_kernels(view)
 
-    def _last_lines(self, slot: Slot, num_lines: int = 8) -> tuple[str, ...]:
+    def _last_lines(self, slot: Slot) -> tuple[str, ...]:
         try:
             with self._rundir.log(f"slot-{slot}").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                return tuple(file.read().decode(errors="replace").splitlines()[-num_lines:])
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_END_BYTES))
+                return last_words(file.read().decode(errors="replace"))
         except OSError:
             return ()
 

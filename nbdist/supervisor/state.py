@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.ids import CellId, Slot
     from nbdist.supervisor.handover import HandoverEvent
 
-UNBLOCK_LIMIT_S = 3.0
+UNBLOCK_LIMIT_S = 6.0
 """A member that still stands in a native wait this long after its group was cut is killed."""
 FORM_LIMIT_S = 15.0
 """Members that have not reported a group within this time are killed."""

@@ -11,7 +11,9 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nbdist.config import LOOPBACK
@@ -55,3 +57,14 @@ def serve(sock: socket.socket, rundir: RunDir, lease_s: float) -> NoReturn:
         time.sleep(1.0)
     del store
     os._exit(0)
+
+
+def main() -> None:
+    """`python -m nbdist.supervisor.store RUNDIR FD`: where the zygote cannot fork it."""
+    rundir, fd = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    config, _, _ = rundir.read()
+    serve(socket.socket(fileno=fd), rundir, config.lease_s)
+
+
+if __name__ == "__main__":
+    main()

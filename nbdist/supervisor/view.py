@@ -71,3 +71,12 @@ def _reason(machine: Machine) -> str:
             f"slot {s.slot} was given up: {s.not_restored[THE_SEAT]}" for s in given_up
         )
     return machine.reason
+
+
+def last_words(log: str, num_lines: int = 8) -> tuple[str, ...]:
+    """The end of a dead engine's log; where it holds a crash's stack, what came before it too."""
+    before, crash, stack = log.rpartition("Fatal Python error")
+    if not crash:
+        return tuple(log.splitlines()[-num_lines:])
+    head = before.splitlines()[-num_lines // 2 :]
+    return (*head, *(crash + stack).splitlines()[:num_lines])

@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 import traceback
@@ -104,12 +105,31 @@ class Zygote:
         self.store_began = time.monotonic()
         sock = store.listen()
         self.store_port = sock.getsockname()[1]
+        self.store_pid = self.spawn_store(sock) if self.cannot_fork else self.fork_store(sock)
+        sock.close()
+
+    def fork_store(self, sock: socket.socket) -> int:
+        """The store as a child of this process."""
         pid = os.fork()
         if pid == 0:
             self.forget_parent("store")
             store.serve(sock, self.rundir, self.config.lease_s)
-        self.store_pid = pid
-        sock.close()
+        return pid
+
+    def spawn_store(self, sock: socket.socket) -> int:
+        """The store as a fresh process, which is given the listening socket."""
+        fd = sock.fileno()
+        with self.rundir.log("store").open("ab") as out:
+            command = [sys.executable, "-m", "nbdist.supervisor.store", str(self.rundir.path)]
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module, no shell
+                [*command, str(fd)],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        return process.pid
 
     def fork_engine(self, order: forks.Fork) -> None:
         """Make one engine and report its pid."""
