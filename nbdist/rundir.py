@@ -109,7 +109,9 @@ class Surroundings:
     @classmethod
     def here(cls) -> Surroundings:
         """The calling process's."""
-        return cls(cwd=str(Path.cwd()), path=tuple(sys.path), env=dict(os.environ))
+        env = dict(os.environ)
+        env.pop("PYTEST_CURRENT_TEST", None)  # ipykernel would not capture what native code prints
+        return cls(cwd=str(Path.cwd()), path=tuple(sys.path), env=env)
 
     def enter(self, extra: Mapping[str, str]) -> None:
         """Take them on, with `extra` variables."""
@@ -178,11 +180,11 @@ class RunDir:
     def read(self) -> tuple[ClusterConfig, Owner, Keys]:
         """Settings, owner and keys; OSError or ValueError if the file is missing or cut short."""
         content = json.loads(self.file("cluster.json").read_text())
-        return (
-            ClusterConfig.from_mapping(content["config"]),
-            Owner(**content["owner"]),
-            Keys(**content["keys"]),
-        )
+        try:
+            config = ClusterConfig.from_mapping(content["config"])
+            return config, Owner(**content["owner"]), Keys(**content["keys"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.file('cluster.json')} is not whole: {error!r}") from error
 
     def write_owner(self, name: str, owner: Owner) -> None:
         """Note a process under a name, for instance `controller`."""
