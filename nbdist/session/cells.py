@@ -84,7 +84,7 @@ class CellRun:
         """All that the engine published for the cell has come."""
         with self.changed:
             self._idle.add(rank)
-            self.changed.notify_all()
+            self._wake_if_over()
 
     def on_reply(self, rank: int, future: Any) -> None:
         """The engine's reply, or what ipyparallel made up where it found the engine gone."""
@@ -94,7 +94,7 @@ class CellRun:
             self._replied.add(rank)
             if self.outputs[rank].state == "running":
                 self._take(rank, result)
-            self.changed.notify_all()
+            self._wake_if_over()
 
     def on_lost(self, notice: od.EngineLost) -> None:
         """An engine is gone."""
@@ -124,6 +124,11 @@ class CellRun:
         if notice.generation == self.membership.generation:
             with self.changed:
                 self.waiting, self.break_reason = dict(notice.waiting), notice.reason
+
+    def _wake_if_over(self) -> None:
+        """The caller sleeps until then; what is to be shown meanwhile it looks for now and then."""
+        if self.is_over(time.monotonic()):
+            self.changed.notify_all()
 
     def _take(self, rank: int, result: Any) -> None:
         output = self.outputs[rank]

@@ -39,8 +39,7 @@ def arguments(rundir: RunDir, config: ClusterConfig) -> list[str]:
         "--IPController.reuse_files=False",
         f"--HeartMonitor.period={PERIOD_MS}",
         f"--HeartMonitor.max_heartmonitor_misses={misses}",
-        "--DictDB.record_limit=256",
-        "--DictDB.size_limit=67108864",
+        "--IPController.db_class=NoDB",
         "--log-level=ERROR",
     ]
 
