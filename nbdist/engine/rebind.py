@@ -44,6 +44,9 @@ def attach_all() -> None:
         hooks = state["_comm_hooks"]
         state["_comm_hooks"] = []
         state["broadcast_buffers"] = model.forward_sync_buffers
+        # A new reducer has seen no backward: what a static graph does in its first is due again.
+        state["_static_graph_delay_allreduce_enqueued"] = False
+        state["_has_rebuilt_buckets"] = state["_lazy_init_ran"] = False
         model.__setstate__(state)
         for hook, hook_state in hooks:
             model.register_comm_hook(hook_state, hook)
@@ -55,7 +58,7 @@ def _models() -> list[DistributedDataParallel]:
 
     What was imported before the fork is frozen and not looked through.
     """
-    return [o for o in gc.get_objects() if type(o) is DistributedDataParallel]
+    return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
 
 
 def _raise_gone(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -159,6 +159,8 @@ class WorldView(Order, frozen=True, kw_only=True):
     incidents: tuple[Incident, ...]
     notes: tuple[str, ...] = ()
     """What the user should know about how this cluster runs, for instance that it cannot fork."""
+    was_running: bool = False
+    """Whether a group has ever been whole."""
 
 
 class CellAdmitted(Order, frozen=True, kw_only=True):

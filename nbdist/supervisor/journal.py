@@ -46,6 +46,12 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cell: CellId
 
 
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First record of a file that was written anew: so many older entries are gone."""
+
+    count: int
+
+
 class Journal:
     """The journal of one cluster."""
 
@@ -86,7 +92,13 @@ class Journal:
     def _append(self, line: Begun | Kept) -> None:
         try:
             with self._path.open("ab") as file:
-                file.write(_record(line))
+                start = file.tell()
+                try:
+                    file.write(_record(line))
+                    file.flush()
+                except OSError:
+                    file.truncate(start)  # half a record would hide all that follows
+                    raise
                 size = file.tell()
             if size > MAX_FILE_BYTES:
                 self._compact()
@@ -99,6 +111,7 @@ class Journal:
         """Write the file anew with what is kept and what runs."""
         fresh = self._path.with_suffix(".new")
         with fresh.open("wb") as file:
+            file.write(_record(Dropped(count=self.num_dropped)))
             for line in self._lines:
                 file.write(_record(line) + _record(Kept(cell=line.entry.cell)))
             file.writelines(map(_record, self._begun.values()))
@@ -117,8 +130,10 @@ class Journal:
             end = start + 4 + int.from_bytes(data[start : start + 4], "big")
             if len(data) < end:
                 break
-            line = wire.decode(data[start + 4 : end], Begun | Kept)
-            if isinstance(line, Begun):
+            line = wire.decode(data[start + 4 : end], Begun | Kept | Dropped)
+            if isinstance(line, Dropped):
+                self.num_dropped = line.count
+            elif isinstance(line, Begun):
                 self._begun[line.entry.cell] = line
             elif line.cell in self._begun:
                 self._keep(self._begun.pop(line.cell))
@@ -126,6 +141,6 @@ class Journal:
         os.truncate(self._path, start)  # the writer may have been killed in the middle of a record
 
 
-def _record(line: Begun | Kept) -> bytes:
+def _record(line: Begun | Kept | Dropped) -> bytes:
     body = wire.encode(line)
     return len(body).to_bytes(4, "big") + body

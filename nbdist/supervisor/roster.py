@@ -98,7 +98,7 @@ class Roster:
     def forked(self, event: ev.EngineForked) -> None:
         """The zygote made a process."""
         seat = self.seats.get(event.slot)
-        if seat is not None and seat.pid in (None, event.pid):
+        if seat is not None and seat.takes(event.pid):
             seat.pid = event.pid
         else:
             self._out.append(do.KillEngine(event.slot, event.pid, "its seat is taken or gone"))
@@ -108,7 +108,7 @@ class Roster:
         if event.pid in self._ended:
             return None  # its exit was reported on a faster road
         seat = self.seats.get(event.slot)
-        if seat is None or seat.pid not in (None, event.pid):
+        if seat is None or not seat.takes(event.pid):
             self._out.append(do.KillEngine(event.slot, event.pid, "it sits on no seat of ours"))
             return None
         seat.pid, seat.engine_id = event.pid, event.engine_id
@@ -137,6 +137,10 @@ class Roster:
             seat.state = SeatState.READY
             seat.not_restored |= dict.fromkeys(event.failed, "its cell failed in the replay")
 
+    def has_ended(self, pid: int) -> None:
+        """An engine's end was reported: what it still says on a slower road counts no more."""
+        self._ended.append(pid)
+
     def vacate(self, seat: Seat, how: str, now: float, *, was_started: bool) -> str:
         """A seat's engine is gone: fill it again, leave it empty or give it up, as the policy says.
 
@@ -150,8 +154,6 @@ class Roster:
             The decision's reason.
         """
         was_leaving = seat.state is SeatState.LEAVING
-        if seat.pid is not None:
-            self._ended.append(seat.pid)
         seat.last_end = how
         seat.clear()
         if seat.slot >= self.size:
@@ -200,6 +202,8 @@ class Roster:
             )
             seat.not_restored, seat.is_holder = dict(seen.not_restored), seen.is_holder
             self.seats[seen.slot] = seat
+            is_leaving = seat.state is SeatState.LEAVING
+            seat.is_told_to_end = is_leaving and seen.slot not in view.membership
             if seat.state in (SeatState.STARTING, SeatState.REPLAYING, SeatState.READY):
                 seat.state, seat.started_at = SeatState.STARTING, now
                 if seat.pid is None:

@@ -69,6 +69,11 @@ class Seat:
         self.is_told_to_end, self.not_restored = False, {}
         self.killed_why, self.ordered_at = "", None
 
+    def takes(self, pid: int) -> bool:
+        """Whether a process may sit here: the one that does, or the first where one is awaited."""
+        is_awaited = self.pid is None and self.state is SeatState.STARTING
+        return self.pid == pid or is_awaited
+
     @property
     def is_in_group(self) -> bool:
         """Whether it belongs to the group of the present generation, formed or not."""

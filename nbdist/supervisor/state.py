@@ -52,6 +52,8 @@ class Machine(World):
     def hello(self, event: ev.EngineHello, now: float) -> None:
         """An engine is up, or its agent has found a supervisor that took over."""
         seat = self.roster.hello(event, now)
+        if seat is not None and seat.is_told_to_end:
+            self._tell(event.slot, od.EndEngine())
         if seat is None or not seat.is_in_group or event.slot not in self.membership:
             return
         if self.phase is Phase.BREAKING and event.slot in self.awaited:
@@ -66,6 +68,7 @@ class Machine(World):
 
     def exited(self, event: ev.EngineExited, now: float) -> None:
         """An engine's process is gone; only the first report counts."""
+        self.roster.has_ended(event.pid)
         seat = self.roster.seat(event.slot, event.pid)
         if seat is None:
             return
@@ -83,7 +86,8 @@ class Machine(World):
 
     def start_failed(self, event: ev.EngineStartFailed, now: float) -> None:
         """No process came up for a seat."""
-        if seat := self.seats.get(event.slot):
+        seat = self.seats.get(event.slot)
+        if seat is not None and seat.state is SeatState.STARTING and seat.pid is None:
             self._vacate(seat, event.reason, now)
             self._go_on(now)
 
@@ -189,7 +193,8 @@ class Machine(World):
     def _look_at_wait(self, seat: Seat, cell: CellId | None, where: ev.Where, now: float) -> None:
         if self.phase is Phase.RUNNING:
             since = self.gate.stuck_since(cell, seat.slot)
-            if since is not None and now - max(since, where.since_s) > RELEASE_AFTER_S:
+            is_stuck = since is not None and now - max(since, where.since_s) > RELEASE_AFTER_S
+            if is_stuck and seat.beat is not None and seat.beat.generation == self.generation:
                 self._break(self._why_released(cell), now)
         elif self.phase is Phase.BREAKING and seat.slot in self.awaited:
             limit_s = 0.0 if seat.slot in self._uncuttable else UNBLOCK_LIMIT_S
@@ -214,8 +219,8 @@ class Machine(World):
         self.membership = view.membership
         self.roster.journal_length = journal_length
         self.roster.take_up(view, now)
-        self.story.incidents.extend(view.incidents)
-        self.was_running = any(seat.is_holder for seat in self.seats.values())
+        self.story.take_up(view.incidents, now)
+        self.was_running = view.was_running
         if view.phase == Phase.FAILED.value:
             self.fail(view.reason.removesuffix(WAY_OUT), now)
         elif self.generation > 0:

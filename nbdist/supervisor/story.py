@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nbdist.protocol.events import Incident, IncidentKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from nbdist.protocol.ids import Generation, Slot
     from nbdist.protocol.topology import Membership
@@ -43,6 +43,11 @@ class Story:
         self.incidents.append(incident)
         self._open.append((incident, now))
         return incident
+
+    def take_up(self, incidents: Iterable[Incident], now: float) -> None:
+        """What another supervisor wrote down; what was open then is timed from now on."""
+        self.incidents.extend(incidents)
+        self._open = [(i, now) for i in self.incidents if i.generation_after is None]
 
     def regrouped(self, now: float) -> None:
         """A new group is formed."""

@@ -27,6 +27,7 @@ def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:
         reason=_reason(machine),
         incidents=tuple(map(msgspec.structs.replace, machine.story.incidents)),
         notes=machine.notes,
+        was_running=machine.was_running,
     )
 
 
