@@ -17,6 +17,7 @@ LOOPBACK_INTERFACE = "lo"
 Policy = Literal["refill", "shrink"]
 """What happens after a loss; `wait` and `raise` are reserved."""
 
+FOREVER_S = 1e9
 _LATER = {"wait", "raise"}
 _LAUNCHERS = {"local"}
 _LATER_LAUNCHERS = {"ssh", "slurm", "mpi"}
@@ -57,6 +58,12 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field, the value and what is allowed."""
+        for name in ("num_engines", "min_world", "max_restarts", "threads_per_engine"):
+            value = getattr(self, name)
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            _check(is_integer, name, value, "an integer")
+        are_integers = all(isinstance(d, int) for d in self.devices)
+        _check(are_integers, "devices", self.devices, "GPU numbers, such as [0, 1]")
         _check(self.num_engines >= 1, "num_engines", self.num_engines, "at least 1")
         _check(self.min_world >= 1, "min_world", self.min_world, "at least 1")
         few = f"at most num_engines={self.num_engines}"
@@ -66,7 +73,9 @@ class ClusterConfig:
             self.threads_per_engine >= 0, "threads_per_engine", self.threads_per_engine, "0 or more"
         )
         for name in ("hang_timeout_s", "start_timeout_s", "replay_limit_s", "lease_s"):
-            _check(getattr(self, name) > 0, name, getattr(self, name), "more than 0 seconds")
+            value = getattr(self, name)
+            is_time = isinstance(value, int | float) and 0 < value < FOREVER_S
+            _check(is_time, name, value, "more than 0 seconds, and finite")
         _check(
             self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, "auto, gloo or nccl"
         )

@@ -30,8 +30,12 @@ _ROUND_S = 0.5
 
 
 def module_environment(rundir: RunDir, around: Surroundings) -> dict[str, str]:
-    """Variables of a process that runs a module of ours: it finds what the kernel would find."""
-    path = os.pathsep.join(p or around.cwd for p in around.path)
+    """Variables of a process that runs a module of ours.
+
+    Not the notebook's folder: a file there that is called `signal.py` must not be ours.
+    """
+    home = str(Path(__file__).parent.parent)
+    path = os.pathsep.join([home, *filter(None, [around.env.get("PYTHONPATH")])])
     return {**around.env, RUNDIR_VARIABLE: str(rundir.path), "PYTHONPATH": path}
 
 
@@ -40,7 +44,7 @@ def spawn(rundir: RunDir, module: str, log: str) -> subprocess.Popen[bytes]:
     env = module_environment(rundir, rundir.read_surroundings())
     with rundir.log(log).open("ab") as out:
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module, no shell
-            [sys.executable, "-m", module, str(rundir.path)],
+            [sys.executable, "-P", "-m", module, str(rundir.path)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -49,9 +53,12 @@ def spawn(rundir: RunDir, module: str, log: str) -> subprocess.Popen[bytes]:
         )
 
 
-def processes_by_rundir() -> dict[Path, list[psutil.Process]]:
-    """Run directory -> its processes, without the caller and the caller's parents."""
-    root = runtime_root()
+def processes_by_rundir(root: Path | None = None) -> dict[Path, list[psutil.Process]]:
+    """Run directory below `root` -> its processes, without the caller and the caller's parents.
+
+    None: below the folder where this process would make run directories.
+    """
+    root = root or runtime_root()
     found: dict[Path, list[psutil.Process]] = {}
     for process in _own_processes():
         # A process that ends meanwhile, or hides its environment, is not one that we can name.
@@ -95,7 +102,7 @@ def end_processes(path: Path, *, timeout_s: float = 10.0) -> Ended:
     """
     deadline = time.monotonic() + timeout_s
     ended: set[int] = set()
-    while processes := processes_by_rundir().get(path, []):
+    while processes := processes_by_rundir(path.parent).get(path, []):
         if time.monotonic() > deadline:
             return Ended(pids=tuple(sorted(ended)), left=tuple(p.pid for p in processes))
         for process in processes:

@@ -111,7 +111,7 @@ class Surroundings:
         """The calling process's."""
         env = dict(os.environ)
         env.pop("PYTEST_CURRENT_TEST", None)  # ipykernel would not capture what native code prints
-        return cls(cwd=str(Path.cwd()), path=tuple(sys.path), env=env)
+        return cls(cwd=str(Path.cwd()), path=tuple(map(str, sys.path)), env=env)
 
     def enter(self, extra: Mapping[str, str]) -> None:
         """Take them on, with `extra` variables."""
@@ -165,12 +165,19 @@ class RunDir:
         path = runtime_root() / secrets.token_hex(4)
         path.mkdir(mode=0o700)
         self = cls(path)
-        (path / "logs").mkdir(mode=0o700)
+        try:
+            self._fill(config, owner)
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def _fill(self, config: ClusterConfig, owner: Owner) -> None:
+        (self.path / "logs").mkdir(mode=0o700)
         self.renew_lease()
         content = {"config": asdict(config), "owner": asdict(owner), "keys": asdict(Keys.make())}
         self._write_private("surroundings.json", json.dumps(asdict(Surroundings.here())))
         self._write_private("cluster.json", json.dumps(content))
-        return self
 
     def read_surroundings(self) -> Surroundings:
         """What the kernel had around it at the start."""

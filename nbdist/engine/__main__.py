@@ -9,4 +9,6 @@ from nbdist.engine.entry import main
 from nbdist.rundir import RunDir
 
 if __name__ == "__main__":
-    sys.exit(main(RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])))
+    rundir = RunDir(Path(sys.argv[1]))
+    sys.path[:] = rundir.read_surroundings().path
+    sys.exit(main(rundir, int(sys.argv[2]), int(sys.argv[3])))

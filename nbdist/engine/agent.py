@@ -14,6 +14,7 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -71,6 +72,8 @@ class Agent:
         self._lease_until = time.monotonic() + self._lease_s
         self._end_at: float | None = None
         self.hello: ev.EngineHello | None = None
+        self._left: deque[CellId] = deque(maxlen=16)
+        """The cells that ended here last."""
         self.cell: CellId | None = None
         """The cell that the main thread runs."""
 
@@ -83,6 +86,12 @@ class Agent:
         """Send an event; from any thread, never waits."""
         self._outbox.put(event)
         os.write(self._woken, b"x")
+
+    def leave_cell(self) -> None:
+        """The main thread's cell is over."""
+        if self.cell is not None:
+            self._left.append(self.cell)
+        self.cell = None
 
     # ---- the thread
 
@@ -100,7 +109,7 @@ class Agent:
         poller = zmq.Poller()
         for source in (socket, monitor, self._wakeup):
             poller.register(source, zmq.POLLIN)
-        next_beat, number, was_waiting = 0.0, 0, False
+        next_beat, number, told = 0.0, 0, (False, self.cell)
         while True:
             ready = dict(poller.poll(int(LOOK_PERIOD_S * 1000)))
             now = time.monotonic()
@@ -116,10 +125,11 @@ class Agent:
                 self._receive(socket)
             where = self._whereabouts.look(now)
             is_waiting = where is not None and now - where.since_s > WAIT_IS_NEWS_S
-            if now >= next_beat or is_waiting != was_waiting:
+            news = (is_waiting, self.cell)
+            if now >= next_beat or news != told:
                 number += 1
                 self._beat(socket, number, where if is_waiting else None, now)
-                next_beat, was_waiting = now + BEAT_PERIOD_S, is_waiting
+                next_beat, told = now + BEAT_PERIOD_S, news
             self._end_in_time(now)
 
     def _end_in_time(self, now: float) -> None:
@@ -155,7 +165,8 @@ class Agent:
                         self._lease_until = sent + self._lease_s
                         self._sent = {n: at for n, at in self._sent.items() if n > number}
                 case od.InterruptMain(cell=cell):
-                    if cell == self.cell:
+                    # An older cell that still runs stands in this one's way.
+                    if self.cell is not None and cell not in self._left:
                         os.kill(os.getpid(), signal.SIGINT)
                 case od.EndEngine():
                     self._end_at = time.monotonic() + END_LIMIT_S

@@ -14,13 +14,14 @@ import random
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ipyparallel.engine.app as engine_app
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from nbdist.engine import rebind
 from nbdist.engine.agent import Agent
 from nbdist.engine.group import Groups
 from nbdist.engine.kernel import CellKernel
@@ -77,6 +78,7 @@ class Engine:
         self._app = app
         self._shell = app.kernel.shell
         self._hidden = set(self._shell.user_ns)
+        self._shell.ask_exit = _refuse_exit
         self._slot = app.slot
         self._config, _, _ = app.rundir.read()
         self._replayed = 0
@@ -187,12 +189,14 @@ class Engine:
         failed: list[str] = []
         if order.entries:
             self._groups.form_fake(order.rank, order.world_size)
+            rebind.silence()
             self._bind_names(rank=order.rank, world_size=order.world_size)
             with contextlib.redirect_stdout(open_log()), contextlib.redirect_stderr(open_log()):
                 self._shell.display_pub.register_hook(_drop)
                 for entry in order.entries:
                     failed += await self._replay_one(entry)
                 self._shell.display_pub.unregister_hook(_drop)
+            rebind.speak()
             self._groups.destroy()
         self._replayed = order.until
         self._agent.hello = self._hello()
@@ -233,7 +237,7 @@ class Engine:
             self._hand_over_failed(error)
 
     def _receive(self, order: od.ReceiveNames) -> None:
-        tensor = torch.empty(order.num_bytes, dtype=torch.uint8)
+        tensor = torch.empty(order.num_bytes, dtype=torch.uint8, device="cpu")
         try:
             dist.recv(tensor, order.donor)
         except RuntimeError as error:
@@ -311,6 +315,10 @@ def pull(name: str, *, as_numpy: bool = False) -> bytes:
     return _present().pull(name, as_numpy=as_numpy)
 
 
+def _refuse_exit() -> NoReturn:
+    raise RuntimeError("exit and quit do not end an engine; %dist_kill and %dist_shutdown do")
+
+
 def _present() -> Engine:
     if _engine is None:
         raise RuntimeError("this process is no engine of nbdist")
@@ -323,9 +331,12 @@ def _drop(_message: dict[str, Any]) -> None:
 
 def main(rundir: RunDir, slot: int, num_threads: int) -> int:
     """Be the engine of a slot until ordered to end; the process's exit code."""
-    logging.basicConfig(
-        stream=open_log(), level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
-    )
+    handler = logging.StreamHandler(open_log())
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    ours = logging.getLogger("nbdist")  # the root logger is the user's
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
     faulthandler.enable(open_log())
     torch.set_num_threads(num_threads)
     seed = int.from_bytes(os.urandom(4), "big")

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from traceback import clear_frames
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ipyparallel.engine.kernel import IPythonParallelKernel
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 CUT_LIMIT_S = 1.0
 """A failed collective waits this long for the group's cut; then it is an error of its own."""
+MAX_RECURSION_FRAMES = 20
 MAX_VALUE_BYTES = 1_000_000
 """The value of a cell's last expression travels with the reply up to this size."""
 
@@ -63,7 +64,7 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
             with self._main_thread_known():
                 reply = dict(await super().do_execute(*args, **kwargs))
         finally:
-            self.agent.cell = None
+            self.agent.leave_cell()
         result = self.shell.last_execution_result
         self.shell.last_execution_result = None
         if reply["status"] == "ok":
@@ -123,6 +124,8 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
             clear_frames(traceback)  # they hold the group, in a cycle with IPython's own frame
             shell._last_traceback = [f"{kind.__name__}: {error}"]  # noqa: SLF001 - what the reply takes it from
         else:
+            if isinstance(error, RecursionError):
+                _shorten(traceback)
             shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
 
     def _explain(self, reply: dict[str, Any], error: BaseException) -> None:
@@ -131,6 +134,16 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         if isinstance(explained, GroupGone) and explained is not error:
             reply["ename"], reply["evalue"] = "GroupGone", str(explained)
             reply["traceback"] = [*reply["traceback"], f"GroupGone: {explained}"]
+
+
+def _shorten(traceback: TracebackType | None) -> None:
+    """Leave the first frames of an endless recursion: formatting thousands takes half a minute."""
+    for _ in range(MAX_RECURSION_FRAMES):
+        if traceback is None:
+            return
+        traceback = traceback.tb_next
+    if traceback is not None:
+        traceback.tb_next = None
 
 
 def _value(value: Any) -> dict[str, str]:

@@ -119,11 +119,11 @@ def _rebuild(value: Any) -> Any:
 def _parts(value: Any) -> tuple[str, list[bytes]]:  # noqa: PLR0911 - one return for each kind
     if isinstance(value, torch.Tensor):
         return "tensor", _tensor(value)
-    if isinstance(value, DistributedDataParallel):
-        return "ddp", _state(value.state_dict())
     if isinstance(value, torch.nn.Module):
-        return "module", _state(value.state_dict())
-    if isinstance(value, torch.optim.Optimizer):
+        # Replicas have equal parameters; their buffers may differ, as running means do.
+        kind = "ddp" if isinstance(value, DistributedDataParallel) else "module"
+        return kind, _state(dict(value.named_parameters()) or value.state_dict())
+    if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
         return "optimizer", _state(value.state_dict())
     if isinstance(value, _PLAIN):
         return type(value).__name__, [repr(value).encode()]

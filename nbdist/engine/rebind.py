@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import GroupGone
 
+_init = DistributedDataParallel.__init__
 _detached: list[DistributedDataParallel] = []
 
 
@@ -51,6 +52,28 @@ def attach_all() -> None:
         for hook, hook_state in hooks:
             model.register_comm_hook(hook_state, hook)
     _detached.clear()
+
+
+def silence() -> None:
+    """For a replay, whose group does nothing: models keep their gradients to themselves.
+
+    torch's reducer ends in an internal assertion when nobody answers it.
+    """
+    for model in _models():
+        model.require_backward_grad_sync = False
+    DistributedDataParallel.__init__ = _silent_init  # type: ignore[method-assign]
+
+
+def speak() -> None:
+    """The replay is over."""
+    DistributedDataParallel.__init__ = _init  # type: ignore[method-assign]
+    for model in _models():
+        model.require_backward_grad_sync = True
+
+
+def _silent_init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    self.require_backward_grad_sync = False
 
 
 def _models() -> list[DistributedDataParallel]:

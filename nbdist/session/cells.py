@@ -119,6 +119,23 @@ class CellRun:
                 )
                 self.changed.notify_all()
 
+    def on_unreachable(self, rank: int) -> None:
+        """ipyparallel's client does not know the engine."""
+        text = "ipyparallel's controller does not know its engine, so nothing can be sent to it"
+        self.on_world_gone(f"{text}; %dist_kill {rank} gets a new one", ranks=(rank,))
+
+    def on_world_gone(self, reason: str, ranks: tuple[int, ...] | None = None) -> None:
+        """No reply will come from ranks (None: all) that have not ended."""
+        with self.changed:
+            for rank in self.running if ranks is None else ranks:
+                if self.outputs[rank].state == "running":
+                    self.outputs[rank].state = "error"
+                    self.errors[rank] = RankError(rank, "RecoveryFailed", reason, [reason])
+                self._replied.add(rank)
+                self._idle.add(rank)
+            self.is_dirty = True
+            self.changed.notify_all()
+
     def on_released(self, notice: od.RanksReleased) -> None:
         """The group was broken under the cell."""
         if notice.generation == self.membership.generation:
@@ -154,6 +171,11 @@ class CellRun:
         self._values[rank] = ours
 
     # ---- called in the caller's thread
+
+    def raise_if_ended(self) -> None:
+        """Raise where an engine died or the world is gone."""
+        if self.errors:
+            self.result()
 
     def is_over(self, now: float) -> bool:
         """Whether nothing more is to be waited for."""
@@ -202,7 +224,7 @@ class CellRun:
         if not self.errors:
             return self.break_reason or "the group was broken"
         first = next(iter(self.errors.values()))
-        ranks = ", ".join(map(str, self.errors))
+        ranks = ", ".join(map(str, sorted(self.errors)))
         return (
             f"{first.args[0]} (rank {ranks})"
             if len(self.errors) == 1
@@ -225,6 +247,8 @@ class Cells:
     def __init__(self, link: Link, client: EngineClient) -> None:
         self._link, self._client = link, client
         self._runs: dict[CellId, CellRun] = {}
+        self._sending = threading.Lock()
+        """Cells of several threads reach all ranks in one order, so that their collectives meet."""
 
     def open_cells(self) -> list[CellId]:
         """Cells that run now."""
@@ -237,6 +261,11 @@ class Cells:
                 run.on_lost(notice)
             else:
                 run.on_released(notice)
+
+    def on_world_gone(self, reason: str) -> None:
+        """From any thread: the cluster is of no use any more."""
+        for run in list(self._runs.values()):
+            run.on_world_gone(reason)
 
     def begin(
         self,
@@ -309,15 +338,19 @@ class Cells:
                 watch(run.progress(done=True))
 
     def _send(self, run: CellRun, code: str) -> None:
-        for rank in run.ranks:
-            future = self._client.execute(
-                run.membership.members[rank].engine_id,
-                code,
-                {METADATA: {"cell": run.cell}},
-                partial(self._hook, run, rank),
-            )
-            if future is not None:  # else the engine is gone, and the supervisor says how
-                future.add_done_callback(partial(run.on_reply, rank))
+        with self._sending:
+            for rank in run.ranks:
+                self._send_one(run, rank, code)
+
+    def _send_one(self, run: CellRun, rank: int, code: str) -> None:
+        engine_id = run.membership.members[rank].engine_id
+        self._client.wait_known(engine_id, lambda: run.outputs[rank].state != "running")
+        metadata = {METADATA: {"cell": run.cell}}
+        future = self._client.execute(engine_id, code, metadata, partial(self._hook, run, rank))
+        if future is None:
+            run.on_unreachable(rank)
+        else:
+            future.add_done_callback(partial(run.on_reply, rank))
 
     @staticmethod
     def _hook(run: CellRun, rank: int, future: Any) -> None:
@@ -337,9 +370,9 @@ class Cells:
             raise
 
     def _expire(self, run: CellRun, timeout: float, show: _Throttle) -> None:
-        ranks = ", ".join(map(str, run.running))
+        who = ("rank " if len(run.running) == 1 else "ranks ") + ", ".join(map(str, run.running))
         self._interrupt(run, show)
-        text = f"the cell ran longer than its limit of {timeout:g} s; still running: ranks {ranks}"
+        text = f"the cell ran longer than its limit of {timeout:g} s; still running then: {who}"
         raise CellFailed(text, run.errors)
 
     def _interrupt(self, run: CellRun, show: _Throttle) -> None:
@@ -387,5 +420,8 @@ def _value(ours: dict[str, str]) -> Any:
     Unpacked here and not where it arrives: unpacking a tensor imports torch.
     """
     if "value" in ours:
-        return values.unpack(base64.b64decode(ours["value"]))
+        try:
+            return values.unpack(base64.b64decode(ours["value"]))
+        except Exception as error:  # noqa: BLE001 - a user's object may raise anything
+            return NotSent(f"it cannot be unpacked here: {type(error).__name__}: {error}")
     return NotSent(ours["not_sent"]) if "not_sent" in ours else None

@@ -15,12 +15,12 @@ from nbdist.errors import CellFailed, RankError, WrongState
 from nbdist.protocol.ids import EngineId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container
     from pathlib import Path
 
 
 REGISTERED_LIMIT_S = 5.0
-CALL_LIMIT_S = 120.0
+CHECK_PERIOD_S = 0.05
 
 
 class EngineClient:
@@ -52,7 +52,7 @@ class EngineClient:
             hook: called with the future before anything is sent.
         """
         client = self.connect()
-        uuid = self._uuid(engine_id)
+        uuid = client._engines.get(engine_id)  # noqa: SLF001 - shown nowhere else
         if uuid is None:
             return None
         return client.send_execute_request(
@@ -64,25 +64,48 @@ class EngineClient:
             message_future_hook=hook,
         )
 
+    def wait_known(self, engine_id: EngineId, is_gone: Callable[[], bool]) -> bool:
+        """Wait until ipyparallel's notice of a new engine has come, soon after the supervisor's."""
+        known: Container[EngineId] = self.connect()._engines  # noqa: SLF001 - as above
+        deadline = time.monotonic() + REGISTERED_LIMIT_S
+        while engine_id not in known and not is_gone() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return engine_id in known
+
     def call(
-        self, engines: dict[int, EngineId], function: str, *args: Any, **kwargs: Any
+        self,
+        engines: dict[int, EngineId],
+        function: str,
+        *args: Any,
+        check: Callable[[], None],
+        **kwargs: Any,
     ) -> dict[int, Any]:
-        """Call a function of `protocol.calls` on engines (rank -> engine); what each returned.
+        """Call a function of `protocol.calls` on engines (rank -> engine), return what each did.
+
+        Args:
+            engines: where.
+            function: its name.
+            *args: of the function.
+            check: called while waiting; raises where waiting is of no use.
+            **kwargs: of the function.
 
         Raises:
             CellFailed: it raised on one of them.
+            WrongState: ipyparallel does not know one of them.
         """
         import ipyparallel as ipp  # noqa: PLC0415 - as above
 
-        client, ranks = self.connect(), list(engines)
+        client = self.connect()
         for rank, engine_id in engines.items():
-            if self._uuid(engine_id) is None:
+            if not self.wait_known(engine_id, lambda: False):
                 raise WrongState(f"the engine of rank {rank} is gone; %dist_status shows the world")
         view = client.direct_view(list(engines.values()))
         view._socket = client._mux_stream  # noqa: SLF001 - see above
         answers = view.apply_async(ipp.Reference(function), *args, **kwargs)
+        while not answers.wait(CHECK_PERIOD_S):
+            check()
         try:
-            return dict(zip(ranks, answers.get(timeout=CALL_LIMIT_S), strict=True))
+            return dict(zip(engines, answers.get(timeout=0), strict=True))
         except ipp.error.CompositeError as error:
             raise _failed(engines, error.elist) from None
 
@@ -93,19 +116,11 @@ class EngineClient:
                 self._client.close(linger=0)
                 self._client = None
 
-    def _uuid(self, engine_id: EngineId) -> str | None:
-        """ipyparallel's name of an engine; its notice may come a little after the supervisor's."""
-        known: Sequence[Any] = self._client._engines  # noqa: SLF001 - shown nowhere else
-        deadline = time.monotonic() + REGISTERED_LIMIT_S
-        while engine_id not in known and time.monotonic() < deadline:
-            time.sleep(0.002)
-        return self._client._engines.get(engine_id)  # type: ignore[no-any-return]  # noqa: SLF001 - as above
-
 
 def _failed(engines: dict[int, EngineId], errors: list[tuple[Any, ...]]) -> CellFailed:
     ranks = {engine_id: rank for rank, engine_id in engines.items()}
     found: dict[int, RankError] = {}
-    for name, text, traceback, info in errors:
+    for name, text, _, info in errors:
         rank = ranks.get((info or {}).get("engine_id", EngineId(-1)), -1)
-        found[rank] = RankError(rank, str(name), str(text), str(traceback).splitlines())
+        found[rank] = RankError(rank, str(name), str(text), [f"{name}: {text}"])
     return CellFailed(str(next(iter(found.values()))), dict(sorted(found.items())))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import operator
+import os
 import sys
 import threading
 import time
@@ -53,12 +55,15 @@ class Cluster:
     def __init__(self, rundir: RunDir, config: ClusterConfig) -> None:
         self.config = config
         self._rundir = rundir
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._view: od.WorldView | None = None
         self._client = EngineClient(rundir.connection_file("client"))
         self._warnings: list[str] = []
         self._is_shut_down = False
-        self._link = Link(rundir, notice=self._hear, open_cells=self._open_cells)
+        self._link = Link(
+            rundir, notice=self._hear, open_cells=self._open_cells, lost=self._world_gone
+        )
         self._cells = Cells(self._link, self._client)
 
     # ---- what it is
@@ -191,8 +196,9 @@ class Cluster:
             ValueError: fewer than one, or more than there are GPUs.
             RecoveryFailed: the new engines cannot be started.
         """
-        if size < 1:
-            raise ValueError(f"size={size}: at least 1")
+        if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
+            raise ValueError(f"size={size!r}: an integer, at least 1")
+        size = operator.index(size)
         cores = default_num_engines()
         if size > max(cores, self.config.num_engines):
             self._warnings.append(f"{size} engines share {cores} CPU cores or GPUs")
@@ -260,9 +266,10 @@ class Cluster:
     def shutdown(self) -> None:
         """End all that this cluster started, and nothing else; bounded, whatever the engines do."""
         global _current  # noqa: PLW0603 - one current cluster per kernel
-        if self._is_shut_down:
+        if self._is_shut_down or os.getpid() != self._pid:  # a forked child does not own it
             return
         self._is_shut_down = True
+        self._cells.on_world_gone("the cluster was shut down while the cell ran")
         if _current is self:
             _current = None
         atexit.unregister(self.shutdown)
@@ -300,6 +307,9 @@ class Cluster:
             )
         return self._view
 
+    def _world_gone(self, reason: str) -> None:
+        self._cells.on_world_gone(reason)
+
     def _open_cells(self) -> list[CellId]:
         return self._cells.open_cells()
 
@@ -309,6 +319,8 @@ class Cluster:
             with self._changed:
                 self._view = notice
                 self._changed.notify_all()
+            if notice.phase == "failed":
+                self._cells.on_world_gone(notice.reason)
         else:
             self._cells.on_notice(notice)
 
@@ -323,9 +335,14 @@ class Cluster:
             )
         if ranks is None:
             return None
-        chosen = (ranks,) if isinstance(ranks, int) else tuple(sorted(set(ranks)))
-        if not chosen:
-            raise TargetError("no rank is chosen; leave ranks out for all of them")
+        try:
+            given: Any = [ranks] if hasattr(ranks, "__index__") else ranks
+            chosen = tuple(sorted({operator.index(rank) for rank in given}))
+        except TypeError:
+            text = f"ranks={ranks!r}: a rank or several, as integers"
+            raise TargetError(text) from None
+        if isinstance(ranks, bool) or not chosen:
+            raise TargetError(f"ranks={ranks!r} chooses no rank; leave ranks out for all of them")
         return self._checked(chosen)
 
     def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -337,7 +354,7 @@ class Cluster:
 
     def _call(self, function: str, run: CellRun, *args: Any, **kwargs: Any) -> dict[int, Any]:
         engines = {rank: run.membership.members[rank].engine_id for rank in run.ranks}
-        return self._client.call(engines, function, *args, **kwargs)
+        return self._client.call(engines, function, *args, check=run.raise_if_ended, **kwargs)
 
 
 def start(

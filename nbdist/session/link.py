@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from nbdist.errors import NbdistError, WrongState, named_error
+from nbdist.errors import NbdistError, RecoveryFailed, WrongState, named_error
 from nbdist.processes import spawn
 from nbdist.protocol import orders as od
 from nbdist.protocol import wire
@@ -37,6 +37,8 @@ SILENCE_LIMIT_S = 8.0
 MAX_REPLACEMENTS = 5
 """So many in a row that never answer mean that something else is wrong."""
 
+LOST = "the supervisor is gone, and so is the cluster; %dist_reset, then %dist_init, start anew"
+
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +49,7 @@ class Link:
         rundir: the cluster's.
         notice: called with every `WorldView`, `EngineLost` and `RanksReleased`.
         open_cells: asked for the cells that run, when a supervisor takes over.
+        lost: called with the reason when there will be no supervisor any more.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Link:
         *,
         notice: Callable[[Any], None],
         open_cells: Callable[[], Iterable[CellId]],
+        lost: Callable[[str], None],
     ) -> None:
-        self._rundir, self._notice, self._open_cells = rundir, notice, open_cells
+        self._rundir, self._notice = rundir, notice
+        self._open_cells, self._lost = open_cells, lost
         _, _, self._keys = rundir.read()
         self._numbers = itertools.count(1)
         self._pending: dict[int, tuple[od.Request, Future[Any]]] = {}
@@ -66,6 +71,7 @@ class Link:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._is_closing = False
         self._is_attached = False
+        self._is_lost = False
         self._sent: set[int] = set()
         self._heard = 0.0
         self._num_replacements = 0
@@ -89,10 +95,16 @@ class Link:
         with self._lock:
             if self._is_closing:
                 raise WrongState("the cluster is shut down")
+            if self._is_lost:
+                raise RecoveryFailed(LOST)
             self._pending[request.number] = (request, future)
         self._put(request)
         try:
             body = future.result(timeout)
+        except TimeoutError:
+            what = type(order).__name__
+            text = f"the supervisor has not answered {what} within {timeout:g} s; see its log"
+            raise TimeoutError(text) from None
         finally:
             with self._lock:
                 self._pending.pop(request.number, None)
@@ -181,11 +193,22 @@ class Link:
 
     def _send(self, socket: zmq.Socket[bytes], request: od.Request) -> None:
         """Never waits: what a broken connection does not take is asked again on the next one."""
+        try:
+            data = wire.encode(request)
+        except (TypeError, ValueError) as error:
+            self._refuse(request, f"{type(request.order).__name__} cannot be sent: {error}")
+            return
         self._sent.add(request.number)
         try:
-            socket.send(wire.encode(request), zmq.NOBLOCK)
+            socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             self._is_attached = False
+
+    def _refuse(self, request: od.Request, message: str) -> None:
+        with self._lock:
+            _, future = self._pending.pop(request.number, (None, None))
+        if future is not None:
+            _resolve(future, od.Refused(kind="NbdistError", message=message))
 
     def _attach(self, socket: zmq.Socket[bytes]) -> None:
         """Say hello and ask again what was not answered.
@@ -214,7 +237,11 @@ class Link:
             except zmq.Again:
                 return
             self._heard, self._num_replacements = now, 0
-            notice = wire.decode(data, od.Notice)
+            try:
+                notice = wire.decode(data, od.Notice)
+            except wire.WireError as error:
+                log.warning("from the supervisor: %s", error)
+                continue
             if not isinstance(notice, od.Answer):
                 self._notice(notice)
                 continue
@@ -238,10 +265,9 @@ class Link:
         if not has_ended:
             return
         if not self._rundir.path.exists() or self._num_replacements >= MAX_REPLACEMENTS:
-            self._fail_pending(
-                NbdistError("the supervisor is gone; %dist_reset, then %dist_init, start anew")
-            )
-            self._supervisor = None
+            self._is_lost, self._supervisor = True, None
+            self._fail_pending(RecoveryFailed(LOST))
+            self._lost(LOST)
             return
         self._num_replacements += 1
         self._start_supervisor()

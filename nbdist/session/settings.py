@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ def cluster_config(profile: str | None, **given: Any) -> ClusterConfig:
             raise ValueError(f"profile={profile!r} cannot be read: {error}") from error
     for name, value in given.items():
         if value is not None:
-            settings[name] = tuple(value) if name in ("devices", "hosts") else value
+            is_list = name in ("devices", "hosts") and not isinstance(value, str)
+            settings[name] = tuple(map(_plain, value)) if is_list else _plain(value)
     settings.setdefault("num_engines", len(settings.get("devices", ())) or default_num_engines())
     return ClusterConfig.from_mapping(settings)
+
+
+def _plain(value: Any) -> Any:
+    """Python's own integer for one of numpy's or the like, which JSON does not know."""
+    is_foreign = hasattr(value, "__index__") and not isinstance(value, int)
+    return operator.index(value) if is_foreign else value

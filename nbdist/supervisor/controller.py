@@ -9,15 +9,20 @@ drops an engine before the supervisor has judged it.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nbdist.config import LOOPBACK, ClusterConfig
 from nbdist.rundir import Lease, RunDir
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 PR_SET_PDEATHSIG = 1
 """prctl(2)."""
@@ -49,7 +54,9 @@ def end_with_lease(lease: Lease) -> None:
 
     The one that the controller forks for its heartbeats ends with it.
     """
-    while not lease.has_run_out():
+    heart: list[BaseProcess] = []
+    while not lease.has_run_out() and all(child.is_alive() for child in heart):
+        heart = heart or multiprocessing.active_children()
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
 

@@ -98,7 +98,7 @@ class Desk:
     def admitted(self, cell: CellId, answer: od.CellAdmitted | od.Refused) -> None:
         """A `BeginCell` is answered."""
         if cell not in self._cells:  # given up by the kernel meanwhile
-            self._machine.gate.end(cell)
+            self._machine.gate.end(cell, time.monotonic())
             return
         waiter, order = self._cells.pop(cell)
         if isinstance(answer, od.CellAdmitted) and not order.once:

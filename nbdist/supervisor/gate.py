@@ -18,6 +18,11 @@ One that others can still end does not last so long.
 """
 
 
+ENDED_S = 0.5
+"""So long after a cell's end what a beat says of it may merely be old."""
+NUM_ENDED = 64
+
+
 @dataclass
 class WaitingCell:
     """A `BeginCell` that waits for a membership change to end."""
@@ -36,6 +41,9 @@ class Gate:
     """Open cell -> slots on which it raised, and when."""
     interrupted: dict[CellId, float] = field(default_factory=dict)
     """Open cell -> when the user wanted it to end."""
+
+    ended: dict[CellId, float] = field(default_factory=dict)
+    """The last cells that are over for the kernel, and since when: a rank may still be in one."""
 
     def admit(self, membership: Membership) -> list[Instruction]:
         """Let everything run that waits."""
@@ -59,11 +67,14 @@ class Gate:
         self.waiting = []
         return out
 
-    def end(self, cell: CellId) -> None:
+    def end(self, cell: CellId, now: float) -> None:
         """A cell is over."""
         self.open.discard(cell)
         self.failed.pop(cell, None)
         self.interrupted.pop(cell, None)
+        self.ended[cell] = now
+        while len(self.ended) > NUM_ENDED:
+            del self.ended[next(iter(self.ended))]
 
     def failed_on(self, cell: CellId, slot: Slot, now: float) -> None:
         """A cell raised on one engine."""
@@ -78,10 +89,13 @@ class Gate:
     def stuck_since(self, cell: CellId | None, slot: Slot) -> float | None:
         """Since when a wait of `slot` in this cell is for nothing; None where it is not.
 
-        It is when the user wants the cell to end, or when it has raised on another rank.
+        It is when the cell is over for the kernel, when the user wants it to end, or when it has
+        raised on another rank.
         """
         if cell is None:
             return None
+        if cell in self.ended:
+            return self.ended[cell] + ENDED_S
         if cell in self.interrupted:
             return self.interrupted[cell]
         failed = self.failed.get(cell, {})

@@ -145,11 +145,15 @@ class Handover:
                     names.append(name)
                 else:
                     unsettled[name] = "differs from the only survivor's; kept as the replay made it"
-            on_all = set(held[0]).intersection(*held)
-            missing = {n for n in on_all - {*common, *mine} if not held[0][n].startswith(IMPORTED)}
-            unsettled |= dict.fromkeys(
-                sorted(missing), "differs between the survivors, and the replay did not make it"
-            )
+            on_all = set(held[0]).intersection(*held) - set(common)
+            for name in sorted(on_all):
+                kind = held[0][name]
+                if kind.startswith(REPLICATED):
+                    unsettled[name] = "differs between the survivors, though it should be a replica"
+                elif name not in mine and not kind.startswith(IMPORTED):
+                    unsettled[name] = (
+                        "differs between the survivors, and the replay did not make it"
+                    )
             plan.names[slot] = tuple(sorted(names))
             plan.unsettled[slot] = unsettled
         return plan

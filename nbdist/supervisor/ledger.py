@@ -35,12 +35,12 @@ class Ledger:
         line = msgspec.json.encode(view)
         if line == self._last:
             return
-        self._last = line
         try:
             self._write(line)
-        except (
-            OSError
-        ) as error:  # a full disk costs a successor this line, and nobody else anything
+            self._last = line
+        except OSError as error:
+            self._is_new = True  # there may be half a line
+            # A full disk costs a successor this line, and nobody else anything.
             log.warning("the ledger cannot be written: %s", error)
 
     def _write(self, line: bytes) -> None:

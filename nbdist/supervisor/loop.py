@@ -72,6 +72,8 @@ class Loop:
         self._to_start: list[Slot] = []
         self._form_later: do.Form | None = None
         self._is_ending = False
+        self._controller_end = ""
+        """What became of the controller, in words."""
         self._next_lease = 0.0
         self._shown: od.WorldView | None = None
 
@@ -181,9 +183,9 @@ class Loop:
                 case forks.Ready():
                     self._machine.notes = self._zygote.notes
                     self._machine.adopt({c.pid: c.slot for c in message.children})
-                    seats = self._machine.seats
-                    waiting = self._to_start
-                    self._to_start = [s for s in waiting if s in seats and seats[s].pid is None]
+                    # Orders to fork may be lost with a zygote; who sits is not forked again.
+                    starting = self._machine.roster.in_state(SeatState.STARTING)
+                    self._to_start = [seat.slot for seat in starting if seat.pid is None]
                 case forks.Forked(slot=slot, pid=pid):
                     self._machine.forked(ev.EngineForked(slot=slot, pid=pid))
                 case forks.Exited():
@@ -228,7 +230,7 @@ class Loop:
             self._next_lease = now + LEASE_PERIOD_S
             self._rundir.renew_lease()
             self._look_at_others(now)
-        if self._hub is None:
+        if self._hub is None and not self._controller_end:
             self._hub = HubLink.open(self._context, self._rundir)
         if not self._zygote.is_ready:
             self._zygote.connect()
@@ -247,11 +249,12 @@ class Loop:
         if not self._config.keep and not self._owner.is_alive():
             log.warning("the kernel (pid %s) is gone", self._owner.pid)
             self._is_ending = True
+        if self._controller_end:
+            return
         controller = self._rundir.read_owner("controller")
-        if controller is not None and not controller.is_alive() and self._hub is not None:
-            self._hub.close()
-            self._rundir.file("controller").unlink()
-            self._machine.fail("the ipyparallel controller has ended; its log says why", now)
+        self._controller_end = self._watchdog.what_ails(controller, now)
+        if self._controller_end:
+            self._machine.fail(f"the ipyparallel controller {self._controller_end}", now)
 
     def _start_waiting(self, now: float) -> None:
         waiting, self._to_start = dict.fromkeys(self._to_start), []
@@ -328,10 +331,7 @@ class Loop:
 
     def _signal(self, pid: int, number: int) -> None:
         try:
-            if self._zygote.is_ready or pid in self._zygote.own:
-                self._zygote.signal(pid, number)
-            else:
-                os.kill(pid, number)
+            self._zygote.signal(pid, number)
         except (ProcessLookupError, ConnectionError) as error:
             log.warning("signal %s to %s: %s", number, pid, error)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nbdist.protocol import orders as od
 
 
-REPLAY_LIMIT_S = 600.0
+REPLAY_LIMIT_S = 120.0
 """A newcomer that replays for longer is ended."""
 
 

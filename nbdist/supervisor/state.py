@@ -155,7 +155,7 @@ class Machine(World):
 
     def end_cell(self, cell: CellId, journal_length: int, now: float) -> None:
         """A cell is over, and the journal is this long now."""
-        self.gate.end(cell)
+        self.gate.end(cell, now)
         self.roster.journal_length = journal_length
         self._go_on(now)
 
@@ -202,6 +202,8 @@ class Machine(World):
                 self.kill(seat, "stood in a native wait that a cut of its group did not end")
 
     def _why_released(self, cell: CellId | None) -> str:
+        if cell in self.gate.ended:
+            return "a rank still waited in a cell that is over"
         if cell in self.gate.interrupted:
             return "a cell was interrupted while ranks waited in a collective"
         slots = sorted(self.gate.failed_slots(cell) & set(self.membership.slots))

@@ -11,6 +11,7 @@ from nbdist.protocol import events as ev
 from nbdist.supervisor.hang import HangWatch, Observation
 
 if TYPE_CHECKING:
+    from nbdist.rundir import Owner
     from nbdist.supervisor.seats import Seat
 
 PERIOD_S = 0.25
@@ -33,6 +34,8 @@ class Watchdog:
         self._watches: dict[int, HangWatch] = {}
         self._missing_since: dict[int, float] = {}
         self._next_look = 0.0
+        self._stopped_since: float | None = None
+        """Since when the controller is stopped."""
 
     def beat(self, pid: int, now: float) -> None:
         """An engine gave a sign of life."""
@@ -44,6 +47,20 @@ class Watchdog:
         """An engine is gone."""
         self._watches.pop(pid, None)
         self._missing_since.pop(pid, None)
+
+    def what_ails(self, controller: Owner | None, now: float) -> str:
+        """What is wrong with the controller, in words; empty where nothing is."""
+        if controller is None:
+            return ""
+        seen = observe(controller.pid) if controller.is_alive() else None
+        if seen is None:
+            return "has ended; its log says why"
+        if not seen.is_stopped:
+            self._stopped_since = None
+            return ""
+        self._stopped_since = self._stopped_since or now
+        is_over = now - self._stopped_since > self._hang_timeout_s
+        return f"is stopped for {self._hang_timeout_s:g} s" if is_over else ""
 
     def look(
         self, seats: list[Seat], now: float, *, at_once: bool = False

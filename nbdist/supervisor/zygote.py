@@ -120,7 +120,7 @@ class Zygote:
         """The store as a fresh process, which is given the listening socket."""
         fd = sock.fileno()
         with self.rundir.log("store").open("ab") as out:
-            command = [sys.executable, "-m", "nbdist.supervisor.store", str(self.rundir.path)]
+            command = [sys.executable, "-P", "-m", "nbdist.supervisor.store", str(self.rundir.path)]
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and module, no shell
                 [*command, str(fd)],
                 pass_fds=[fd],
