@@ -53,10 +53,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         dest="num_engines",
-        type=_at_least_two,
+        type=_at_least_three,
         default=4,
         metavar="ENGINES",
-        help="how many engines; at least 2, default %(default)s",
+        help="how many engines; at least 3, default %(default)s",
     )
 
 
@@ -331,8 +331,8 @@ def _shown(value: object) -> str:
     return repr(value) if value not in ({}, []) else "none"
 
 
-def _at_least_two(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        message = f"{text!r}: the demo needs 2 engines or more"
+def _at_least_three(text: str) -> int:
+    if not text.isdecimal() or int(text) < 3:
+        message = f"{text!r}: the demo needs 3 engines or more"
         raise ArgumentTypeError(message)
     return int(text)

@@ -80,7 +80,7 @@ class Agent:
     def start(self, hello: ev.EngineHello) -> None:
         """Begin; `hello` is said now and to every supervisor that takes over."""
         self.hello = hello
-        threading.Thread(target=self._run, name="nbdist-agent", daemon=True).start()
+        threading.Thread(target=self._run_or_end, name="nbdist-agent", daemon=True).start()
 
     def tell(self, event: ev.Event) -> None:
         """Send an event; from any thread, never waits."""
@@ -94,6 +94,14 @@ class Agent:
         self.cell = None
 
     # ---- the thread
+
+    def _run_or_end(self) -> None:
+        """An engine without its agent could not be freed: it ends, and its seat is filled again."""
+        try:
+            self._run()
+        except BaseException:
+            log.exception("the agent of slot %s has failed", self._slot)
+            os.killpg(os.getpid(), signal.SIGKILL)
 
     def _run(self) -> None:
         context = zmq.Context()

@@ -79,6 +79,12 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
             self.agent.tell(ev.CellFailedOnRank(slot=self.slot, cell=CellId(cell)))
         return reply
 
+    def _abort_queues(self, *_args: Any, **_kwargs: Any) -> None:
+        """A cell that fails takes no other with it: what is queued here is not of its notebook run.
+
+        The kernel sends a cell when the one before is over for it; a rank may be late.
+        """
+
     @contextlib.contextmanager
     def _main_thread_known(self) -> Iterator[None]:
         """ipykernel 7 asks a thread that ipyparallel's engines lack which thread runs cells.

@@ -2,7 +2,8 @@
 
 A main thread waits when its innermost Python frame is torch's, stays at the same instruction, and
 uses next to no CPU time. That covers collectives called by name, and those inside native code
-(DDP's backward, autograd), which no wrapper in Python could see.
+(DDP's backward, autograd), which no wrapper in Python could see. Where a cell itself calls native
+code (`work.wait()`), it waits if it also stands in a futex: a sleep does not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,21 +50,33 @@ class Whereabouts:
 
     def look(self, now: float) -> Where | None:
         """What the main thread waits in since when, or None where it does not wait."""
-        frame = sys._current_frames().get(self._main)  # noqa: SLF001 - its documented name
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented
         cpu = time.clock_gettime(self._clock)
-        if frame is None or not frame.f_code.co_filename.startswith(_TORCH):
+        if frame is None or not self._may_wait(frame):
             self._last = None
             return None
         last, self._last = self._last, (id(frame), frame.f_lasti, now, cpu)
-        if (
-            last is None
-            or last[:2] != self._last[:2]
-            or cpu - last[3] > BUSY_SHARE * (now - last[2])
-        ):
+        is_still = last is not None and last[:2] == self._last[:2]
+        if last is None or not is_still or cpu - last[3] > BUSY_SHARE * (now - last[2]):
             self._since = now
+            return None
+        if not frame.f_code.co_filename.startswith(_TORCH) and not self._stands_in_futex():
             return None
         operation, line = self._describe(frame)
         return Where(operation=operation, line=line, since_s=self._since)
+
+    def _may_wait(self, frame: FrameType) -> bool:
+        """Whether it stands in torch, or in a cell, which may have called native code itself."""
+        return frame.f_code.co_filename.startswith(_TORCH) or frame.f_globals is self._user_ns
+
+    @staticmethod
+    def _stands_in_futex() -> bool:
+        """Whether the main thread waits for another thread; a sleep is something else."""
+        try:  # the main thread's number is the process's; `native_id` is the zygote's after a fork
+            wchan = Path(f"/proc/self/task/{os.getpid()}/wchan").read_text()
+        except OSError:
+            return False
+        return wchan.startswith("futex")
 
     def _describe(self, frame: FrameType | None) -> tuple[str, str]:
         operation = "native wait"

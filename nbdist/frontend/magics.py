@@ -186,6 +186,7 @@ class DistMagics(Magics):
         else:
             ranks = name_ranks(range(running.world_size))
             show_line(f"Already running: {ranks}, generation {running.generation}.")
+            show_warnings([running.trouble] if running.trouble else [])
             show_line("Nothing was changed; %dist_shutdown ends it.")
             return
         try:
@@ -230,6 +231,7 @@ class DistMagics(Magics):
         cluster = session.current()
         ranks = _ranks(args.ranks, cluster)
         self._check_syntax(cell)
+        show_warnings([cluster.trouble] if cluster.trouble else [])
         shown = CellDisplay(headless=not is_live(self.shell))
         result = cluster.run(
             cell, ranks=ranks, timeout=args.timeout, once=args.once, watch=shown.update

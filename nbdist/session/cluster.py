@@ -20,7 +20,6 @@ from nbdist.errors import (
     NotStarted,
     RecoveryFailed,
     StartFailed,
-    TargetError,
     WrongState,
 )
 from nbdist.gpus import default_num_engines
@@ -32,10 +31,16 @@ from nbdist.session.cells import CellRun, Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.link import Link
 from nbdist.session.settings import cluster_config
-from nbdist.session.status import RankStatus, rank_status, why_unhealthy
+from nbdist.session.status import (
+    RankStatus,
+    chosen_ranks,
+    rank_status,
+    trouble_of,
+    why_unhealthy,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
     from types import TracebackType
 
@@ -87,6 +92,11 @@ class Cluster:
     def incidents(self) -> list[Incident]:
         """Every membership change so far, oldest first."""
         return list(self._seen.incidents)
+
+    @property
+    def trouble(self) -> str:
+        """Why cells cannot run on all seats now, in words; empty where they can."""
+        return trouble_of(self._seen)
 
     @property
     def warnings(self) -> list[str]:
@@ -186,7 +196,7 @@ class Cluster:
             raise ValueError(f"signal={signal!r}: must be KILL, TERM or STOP")
         chosen = self._chosen(ranks) or ()
         membership = self._seen.membership
-        slots = tuple(membership.slots[r] for r in self._checked(chosen))
+        slots = tuple(membership.slots[rank] for rank in chosen)
         self._ask(od.SignalEngines(slots=slots, signal=signal), 30.0)
 
     def scale(self, size: int) -> None:
@@ -273,13 +283,14 @@ class Cluster:
         if _current is self:
             _current = None
         atexit.unregister(self.shutdown)
-        # A supervisor that is gone or stuck leaves what is ended below.
-        with contextlib.suppress(NbdistError, TimeoutError):
-            self._link.ask(od.Shutdown(), SHUTDOWN_LIMIT_S)
-        self._link.close()
-        end_processes(self._rundir.path, timeout_s=5.0)
-        self._client.close()
-        self._rundir.remove()
+        try:
+            with contextlib.suppress(NbdistError, TimeoutError):
+                self._link.ask(od.Shutdown(), SHUTDOWN_LIMIT_S)
+        finally:  # also after an interrupt, and where the supervisor is gone or stuck
+            self._link.close()
+            end_processes(self._rundir.path, timeout_s=5.0)
+            self._client.close()
+            self._rundir.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -329,28 +340,8 @@ class Cluster:
         return self._link.ask(order, timeout)
 
     def _chosen(self, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
-        if self._is_shut_down:
-            raise NotStarted(
-                "this cluster is shut down; start one with %dist_init or nbdist.start()"
-            )
-        if ranks is None:
-            return None
-        try:
-            given: Any = [ranks] if hasattr(ranks, "__index__") else ranks
-            chosen = tuple(sorted({operator.index(rank) for rank in given}))
-        except TypeError:
-            text = f"ranks={ranks!r}: a rank or several, as integers"
-            raise TargetError(text) from None
-        if isinstance(ranks, bool) or not chosen:
-            raise TargetError(f"ranks={ranks!r} chooses no rank; leave ranks out for all of them")
-        return self._checked(chosen)
-
-    def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        for rank in ranks:
-            if not 0 <= rank < self.world_size:
-                world = f"ranks 0-{self.world_size - 1}" if self.world_size else "no rank"
-                raise TargetError(f"rank {rank} is not in the present world ({world})")
-        return tuple(ranks)
+        world_size = self.world_size  # raises where the cluster is shut down
+        return None if ranks is None else chosen_ranks(ranks, world_size)
 
     def _call(self, function: str, run: CellRun, *args: Any, **kwargs: Any) -> dict[int, Any]:
         engines = {rank: run.membership.members[rank].engine_id for rank in run.ranks}
@@ -381,7 +372,11 @@ def start(
         how = "shutdown() or %dist_shutdown end it"
         raise WrongState(f"cluster {_current.id} runs already in this kernel; {how}")
     config = cluster_config(profile, num_engines=num_engines, **settings)
-    cluster = Cluster(RunDir.create(config, Owner.this()), config)
+    try:
+        rundir = RunDir.create(config, Owner.this())
+    except OSError as error:
+        raise StartFailed(f"the cluster's directory cannot be made: {error}") from error
+    cluster = Cluster(rundir, config)
     try:
         cluster.bring_up()
     except BaseException:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import TargetError
 
 if TYPE_CHECKING:
     from nbdist.protocol import orders as od
@@ -58,3 +61,34 @@ def why_unhealthy(view: od.WorldView, timeout: float, after: int | None) -> str:
     if after is not None and view.membership.generation <= after:
         text += f"; generation {view.membership.generation} has not passed {after}"
     return text + (f" ({view.reason})" if view.reason else "")
+
+
+def trouble_of(view: od.WorldView) -> str:
+    """Why cells cannot run on all seats; empty where they can."""
+    if view.phase == "failed":
+        return view.reason
+    away = [seat for seat in view.seats if seat.state != "member"]
+    if not away:
+        return ""
+    seats = ", ".join(f"slot {seat.slot} is {seat.state}" for seat in away)
+    return f"{view.membership.world_size} of {view.size} ranks: {seats}"
+
+
+def chosen_ranks(ranks: object, world_size: int) -> tuple[int, ...]:
+    """A rank or several as a sorted tuple.
+
+    Raises:
+        TargetError: they are no integers, none, or not in a world of this size.
+    """
+    try:
+        given: Any = [ranks] if hasattr(ranks, "__index__") else ranks
+        chosen = tuple(sorted({operator.index(rank) for rank in given}))
+    except TypeError:
+        raise TargetError(f"ranks={ranks!r}: a rank or several, as integers") from None
+    if isinstance(ranks, bool) or not chosen:
+        raise TargetError(f"ranks={ranks!r} chooses no rank; leave ranks out for all of them")
+    for rank in chosen:
+        if not 0 <= rank < world_size:
+            world = f"ranks 0-{world_size - 1}" if world_size else "no rank"
+            raise TargetError(f"rank {rank} is not in the present world ({world})")
+    return chosen
