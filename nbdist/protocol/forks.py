@@ -24,13 +24,6 @@ class Fork(Message, frozen=True, kw_only=True):
     num_threads: int
 
 
-class Signal(Message, frozen=True, kw_only=True):
-    """Send a signal to a child of the zygote; anything that is not its child is left alone."""
-
-    pid: int
-    signal: int
-
-
 class Child(msgspec.Struct, frozen=True, kw_only=True):
     """A living child."""
 
@@ -70,7 +63,6 @@ class StoreMoved(Message, frozen=True, kw_only=True):
     store_port: int
 
 
-ToZygote = Fork | Signal
 FromZygote = Ready | Forked | Exited | StoreMoved
 
 

@@ -27,12 +27,13 @@ from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
 from nbdist.rundir import Owner, RunDir
-from nbdist.session.cells import CellRun, Cells, Watch
+from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.link import Link
 from nbdist.session.settings import cluster_config
 from nbdist.session.status import (
     RankStatus,
+    check_cell,
     chosen_ranks,
     rank_status,
     trouble_of,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from nbdist.config import ClusterConfig
     from nbdist.protocol.events import Incident
     from nbdist.protocol.ids import CellId
+    from nbdist.session.cell_run import CellRun
     from nbdist.session.outputs import CellResult
 
 SHUTDOWN_LIMIT_S = 8.0
@@ -140,6 +142,7 @@ class Cluster:
             RecoveryFailed: no world is left to run it on.
         """
         chosen = self._chosen(ranks)
+        check_cell(code, timeout)
         return self._cells.run(code, ranks=chosen, timeout=timeout, once=once, watch=watch)
 
     def push(self, *, ranks: int | Iterable[int] | None = None, **named: Any) -> None:

@@ -72,6 +72,8 @@ class Link:
         self._is_closing = False
         self._is_attached = False
         self._is_lost = False
+        self._is_ending = False
+        """A shutdown was ordered: a supervisor that ends is not replaced."""
         self._sent: set[int] = set()
         self._heard = 0.0
         self._num_replacements = 0
@@ -97,6 +99,7 @@ class Link:
                 raise WrongState("the cluster is shut down")
             if self._is_lost:
                 raise RecoveryFailed(LOST)
+            self._is_ending = self._is_ending or isinstance(order, od.Shutdown)
             self._pending[request.number] = (request, future)
         self._put(request)
         try:
@@ -254,7 +257,7 @@ class Link:
 
     def _watch(self, now: float) -> None:
         """Replace a supervisor that has ended, or that answers nothing."""
-        if self._is_closing or self._supervisor is None:
+        if self._is_closing or self._is_ending or self._supervisor is None:
             return
         has_ended = self._supervisor.poll() is not None
         if not has_ended and now - self._heard > SILENCE_LIMIT_S:

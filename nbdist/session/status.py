@@ -92,3 +92,11 @@ def chosen_ranks(ranks: object, world_size: int) -> tuple[int, ...]:
             world = f"ranks 0-{world_size - 1}" if world_size else "no rank"
             raise TargetError(f"rank {rank} is not in the present world ({world})")
     return chosen
+
+
+def check_cell(code: object, timeout: object) -> None:
+    """Raises TypeError where they are no source and no number of seconds."""
+    if not isinstance(code, str):
+        raise TypeError(f"code={code!r}: the source of a cell is text")
+    if not isinstance(timeout, int | float | None):
+        raise TypeError(f"timeout={timeout!r}: seconds, or None for no limit")

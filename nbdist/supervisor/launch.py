@@ -7,7 +7,6 @@ The supervisor's thread polls `fileno` and calls `read`; nothing here blocks.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
@@ -38,8 +37,6 @@ class Zygote:
     is_ready: bool = False
     socket: socket.socket | None = None
     buffer: bytearray = field(default_factory=bytearray)
-    children: set[int] = field(default_factory=set)
-    """Engines that the zygote is the parent of."""
     own: dict[int, tuple[Slot, Any]] = field(default_factory=dict)
     """Engines that are our own children: pid -> slot and ipyparallel's launcher."""
 
@@ -99,12 +96,7 @@ class Zygote:
         out: list[forks.FromZygote] = []
         for frame in forks.split(self.buffer):
             message = wire.decode(frame, forks.FromZygote)
-            if isinstance(message, forks.Forked):
-                self.children.add(message.pid)
-            elif isinstance(message, forks.Exited):
-                self.children.discard(message.pid)
-            elif isinstance(message, forks.Ready):
-                self.children = {child.pid for child in message.children}
+            if isinstance(message, forks.Ready):
                 self.store_port, self.cannot_fork = message.store_port, message.cannot_fork
                 self.is_ready = True
             elif isinstance(message, forks.StoreMoved):
@@ -158,15 +150,6 @@ class Zygote:
                 exit_code=None if is_signal else code,
                 at=time.monotonic(),
             )
-
-    def signal(self, pid: int, number: int) -> None:
-        """Signal an engine: through its parent where that lives, who knows whose pid it is."""
-        if pid in self.own:
-            self.own[pid][1].process.send_signal(number)
-        elif self.is_ready and pid in self.children:
-            self._send(forks.Signal(pid=pid, signal=number))
-        else:
-            os.kill(pid, number)
 
     def close(self) -> None:
         """Let go of the connection."""

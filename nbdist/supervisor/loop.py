@@ -330,10 +330,11 @@ class Loop:
             self._door.send(identity, order)
 
     def _signal(self, pid: int, number: int) -> None:
+        """Directly, since the parent may be stopped; it holds the pid until it reports the end."""
         try:
-            self._zygote.signal(pid, number)
-        except (ProcessLookupError, ConnectionError) as error:
-            log.warning("signal %s to %s: %s", number, pid, error)
+            os.kill(pid, number)
+        except ProcessLookupError:
+            log.info("signal %s to %s: it has ended", number, pid)
 
     def _show_world(self) -> None:
         view = view_of(self._machine)
