@@ -24,6 +24,13 @@ class Fork(Message, frozen=True, kw_only=True):
     num_threads: int
 
 
+class Hello(Message, frozen=True, kw_only=True):
+    """First words of a supervisor."""
+
+    key: str
+    """The supervisor's secret key, which stands in the cluster's 0600 file."""
+
+
 class Child(msgspec.Struct, frozen=True, kw_only=True):
     """A living child."""
 

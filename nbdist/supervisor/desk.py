@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ class Desk:
         self._cells: dict[CellId, tuple[Waiter, od.BeginCell]] = {}
         self._waiters: list[Waiter] = []
         self._goodbyes: list[Waiter] = []
+        self._losses: deque[od.EngineLost] = deque(maxlen=64)
 
     @property
     def is_shutdown_ordered(self) -> bool:
@@ -123,7 +125,9 @@ class Desk:
                 self._answer(waiter, answer)
 
     def tell_kernels(self, notice: msgspec.Struct) -> None:
-        """Tell every kernel that is attached."""
+        """Tell every kernel that is attached; losses are told again to one that attaches later."""
+        if isinstance(notice, od.EngineLost):
+            self._losses.append(notice)
         for identity in self._kernels:
             self._send(identity, notice)
 
@@ -139,6 +143,8 @@ class Desk:
         for cell in machine.gate.open - set(order.open_cells):
             machine.end_cell(cell, self._journal.length, now)
         self._answer(waiter, view_of(machine))
+        for loss in self._losses:  # before it was there; what it knows already it passes over
+            self._send(waiter.identity, loss)
 
     def _scaled(self, size: int) -> od.Done | od.Refused | None:
         machine = self._machine

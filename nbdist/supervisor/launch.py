@@ -61,6 +61,8 @@ class Zygote:
         except OSError:
             sock.close()  # it is still importing
         else:
+            _, _, keys = self.rundir.read()
+            sock.sendall(forks.pack(forks.Hello(key=keys.server_secret)))
             self.socket, self.buffer = sock, bytearray()
 
     @property

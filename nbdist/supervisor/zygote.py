@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import hmac
 import importlib
 import os
 import select
@@ -52,11 +53,16 @@ PRELOADED = (
 """What an engine and the first DDP model in it would import."""
 
 
+HELLO_LIMIT_S = 0.2
+"""A peer that has not said who it is by then is let go."""
+
+
 class Zygote:
     """State of the process: its children, and the supervisor that is connected, if any."""
 
     def __init__(self, rundir: RunDir) -> None:
-        config, _, _ = rundir.read()
+        config, _, keys = rundir.read()
+        self.key = keys.server_secret
         self.rundir = rundir
         self.surroundings = rundir.read_surroundings()
         self.config = config
@@ -211,13 +217,9 @@ class Zygote:
     # ---- the supervisor
 
     def accept(self) -> None:
-        """A supervisor connects; a later one takes the place of an earlier one.
-
-        Only our own user may.
-        """
+        """A supervisor connects, and takes the place of an earlier one. Nobody else may."""
         peer, _ = self.listener.accept()
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] != os.getuid():
+        if not self.is_supervisor(peer):
             peer.close()
             return
         if self.peer:
@@ -230,6 +232,20 @@ class Zygote:
         unheard, self.unheard = self.unheard, []
         for exited in unheard:
             self.tell(exited)
+
+    def is_supervisor(self, peer: socket.socket) -> bool:
+        """Whether a peer is of our user, and its first words prove that it holds the key."""
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            return False
+        expected = forks.pack(forks.Hello(key=self.key))
+        peer.settimeout(HELLO_LIMIT_S)
+        try:
+            said = peer.recv(len(expected), socket.MSG_WAITALL)
+        except OSError:
+            return False
+        peer.settimeout(None)
+        return hmac.compare_digest(said, expected)
 
     def receive(self) -> None:
         """Carry out the supervisor's orders."""

@@ -61,8 +61,8 @@ def test_everybody_is_asked_for_digests():
         ({"x": "int_2"}, [{"x": "int_1"}] * 2, {"x"}, set()),
         ({"x": "int_2"}, [{"x": "int_0"}, {"x": "int_1"}], set(), set()),  # x = rank
         ({}, [{"x": "int_0"}, {"x": "int_1"}], set(), {"x"}),
-        ({}, [{"x": "int_0"}, {}], set(), {"x"}),
-        ({}, [{}, {"x": "int_0"}], set(), {"x"}),
+        ({}, [{"x": "int_0"}, {}], set(), set()),
+        ({}, [{}, {"x": "int_0"}], set(), set()),
         ({}, [{"np": "import_1"}, {}], set(), set()),
         ({}, [{"np": "import_1"}] * 2, {"np"}, set()),
         ({"mine": "int_1"}, [{}, {}], set(), set()),
@@ -76,14 +76,29 @@ def test_everybody_is_asked_for_digests():
         ({"o": "optimizer_2"}, [{"o": "optimizer_1"}], {"o"}, set()),
         ({"d": "ddp_2"}, [{"d": "ddp_1"}], {"d"}, set()),
         ({"m": "module_1"}, [{"m": "module_1"}], set(), set()),
+        ({"m": "module_2"}, [{"m": "module_0"}, {"m": "module_1"}], set(), {"m"}),
+        ({"m": "module_1"}, [{"m": "module_0"}, {"m": "module_1"}], set(), {"m"}),
+        ({"o": "optimizer_2"}, [{"o": "optimizer_0"}, {"o": "optimizer_1"}], set(), {"o"}),
+        ({"d": "ddp_2"}, [{"d": "ddp_0"}, {"d": "ddp_1"}], set(), {"d"}),
+        ({}, [{"d": "ddp_0"}, {"d": "ddp_1"}], set(), {"d"}),
+        ({}, [{"m": "module_0"}, {}], set(), set()),
+        ({"t": "tensor_2"}, [{"t": "tensor_0"}, {"t": "tensor_1"}], set(), set()),
+        ({}, [{"np": "import_1"}, {"np": "import_2"}], set(), set()),
     ],
 )
 def test_what_is_copied_and_what_is_left(newcomer, survivors, copied, unsettled):
-    """Equal on all survivors, and missing or different here: copied; else made by the replay, or listed."""
+    """Equal on all survivors, and missing or different here, is copied; the rest is listed."""
     names, left = decide(newcomer, *survivors)
     assert names == copied
     assert set(left) == unsettled
     assert all(left.values())
+
+
+@pytest.mark.parametrize("kind", ["module", "optimizer", "ddp"])
+def test_replicas_that_differ_are_said_to(kind):
+    """What the replay made of one is no replica of anybody's: the user is told why."""
+    _, left = decide({"m": f"{kind}_2"}, {"m": f"{kind}_0"}, {"m": f"{kind}_1"})
+    assert left == {"m": "differs between the survivors, though it should be a replica"}
 
 
 def test_the_lowest_survivor_offers_to_those_that_lack_something():
@@ -125,7 +140,7 @@ def test_nothing_to_give_is_done_at_once():
 
 
 def test_reports_out_of_turn_change_nothing():
-    """A second digest, an early offer, an unexpected receipt: no order, and no end of the hand-over."""
+    """A second digest, an early offer, an unexpected receipt: no order and no end."""
     exchange = Exchange((0, 1), (1,))
     assert exchange.offered(0) == {}
     exchange.received(1)

@@ -89,7 +89,7 @@ def test_a_beat_ends_the_silence():
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_one_look_convicts_nobody(stopped):
-    """After a pause of the supervisor itself the first look has nothing to compare with: no verdict yet."""
+    """After a pause of the supervisor itself the first look has nothing to compare with."""
     watch = HangWatch(LIMIT_S, last_beat=0.0, last_progress=0.0)
     look = Observation(is_stopped=stopped, is_traced=False, cpu_s=3.0)
     assert not watch.is_hung(look, 60.0)

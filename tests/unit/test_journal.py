@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 
 from nbdist.protocol.orders import Entry
@@ -15,6 +19,46 @@ LIMIT_S = 30.0
 def open_journal(tmp_path):
     """Opens the journal of one cluster, again and again."""
     return lambda: Journal(tmp_path / "journal", LIMIT_S)
+
+
+@pytest.fixture
+def half_a_write(monkeypatch):
+    """While it lasts, a file takes half of what is written and then has no space."""
+
+    @contextmanager
+    def failing():
+        real = Path.open
+
+        def open_badly(path, *args, **kwargs):
+            file = real(path, *args, **kwargs)
+            return HalfFile(file)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", open_badly)
+            yield
+
+    return failing
+
+
+class HalfFile:
+    """A file on a disk that is nearly full."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def write(self, data):
+        self._file.write(data[: len(data) // 2])
+        self._file.flush()
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def run(journal, cell, *, slots=None, succeeded=True, seconds=1.0, code="f()", **values):
@@ -153,6 +197,75 @@ def test_a_torn_length_loses_the_last_record_alone(open_journal, tmp_path):
     with (tmp_path / "journal").open("ab") as file:
         file.write(b"\0\0")
     assert cells(open_journal()) == ["a"]
+
+
+def test_a_long_file_is_written_anew(open_journal, tmp_path, monkeypatch):
+    """It is bounded too, holds what is kept and what runs, and nothing else is left behind."""
+    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 2_000)
+    journal = open_journal()
+    journal.begin(Entry(cell="open", code="g()"), None)
+    for number in range(100):
+        run(journal, f"{number}", succeeded=number % 2 == 0)
+        assert (tmp_path / "journal").stat().st_size < 2_500
+    again = open_journal()
+    again.end("open", succeeded=True, seconds=1.0)
+    assert cells(again) == ["96", "98", "open"]
+    assert [p.name for p in tmp_path.iterdir()] == ["journal"]
+
+
+def test_positions_stay_when_the_file_is_written_anew(open_journal, monkeypatch):
+    """Another supervisor counts on: a newcomer's position still means the same."""
+    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1_000)
+    first = open_journal()
+    for number in range(50):
+        run(first, f"{number}")
+    second = open_journal()
+    assert (second.length, second.num_dropped) == (first.length, first.num_dropped) == (50, 47)
+    assert cells(second, 49) == ["49"]
+
+
+def test_another_supervisor_reads_the_same_whenever_it_comes(open_journal, monkeypatch):
+    """Whichever record makes the file too long, what ended well stands in the new one."""
+    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1_000)
+    first = open_journal()
+    for number in range(100):
+        run(first, f"{number}")
+        second = open_journal()
+        assert (second.length, second.num_dropped) == (first.length, first.num_dropped)
+        assert cells(second) == cells(first)
+
+
+def test_a_file_that_cannot_be_written_anew_stays_as_it_is(open_journal, tmp_path, monkeypatch):
+    """The disk is full for the new one: the old one goes on, and is read."""
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 100)
+    (tmp_path / "journal.new").mkdir()  # cannot be written
+    journal = open_journal()
+    for cell in "abc":
+        run(journal, cell)
+    assert cells(open_journal()) == ["a", "b", "c"]
+
+
+def test_a_full_disk_costs_a_successor_the_entry_and_nobody_else_anything(open_journal, tmp_path):
+    """The supervisor goes on with what it has in memory."""
+    journal = open_journal()
+    run(journal, "a")
+    (tmp_path / "journal").rename(tmp_path / "kept")
+    (tmp_path / "journal").mkdir()  # cannot be written
+    run(journal, "b")
+    assert cells(journal) == ["a", "b"]
+
+
+def test_a_write_that_fails_half_way_spoils_nothing(open_journal, half_a_write):
+    """The disk was full for a moment: what is written later is read, and what was before."""
+    journal = open_journal()
+    run(journal, "a")
+    with half_a_write():
+        journal.begin(Entry(cell="lost", code="x" * 50), None)
+    run(journal, "b")
+    assert cells(open_journal()) == ["a", "b"]
 
 
 @pytest.mark.parametrize("lost", [1, 20])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from nbdist.protocol.orders import WorldView
@@ -53,7 +55,7 @@ def test_equal_views_are_written_once(path):
 
 @pytest.mark.parametrize("lost", [1, 2, 60])
 def test_a_torn_line_is_passed_over(path, lost):
-    """The writer was killed in the middle of a line: the one before counts, or this one if it is whole."""
+    """The writer was killed in the middle of a line: the last whole one counts."""
     ledger = Ledger(path)
     ledger.append(view("a"))
     ledger.append(view("b"))
@@ -83,6 +85,29 @@ def test_what_is_written_after_a_torn_line_is_read(path, lost):
     path.write_bytes(path.read_bytes()[:-lost])
     Ledger(path).append(view("c"))
     assert Ledger(path).last() == view("c")
+
+
+def test_a_full_disk_costs_a_successor_the_line_and_nobody_else_anything(tmp_path):
+    """The supervisor goes on."""
+    (tmp_path / "ledger").mkdir()  # cannot be written
+    Ledger(tmp_path / "ledger").append(view("a"))
+
+
+def test_a_write_that_fails_half_way_spoils_nothing(path, monkeypatch):
+    """The disk was full for a moment: the next line is whole, even if the world is the same."""
+    ledger = Ledger(path)
+    ledger.append(view("a"))
+
+    def write_half(line):
+        with path.open("ab") as file:
+            file.write(line[: len(line) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "_write", write_half)
+        ledger.append(view("b"))
+    ledger.append(view("b"))
+    assert Ledger(path).last() == view("b")
 
 
 def test_a_long_ledger_is_begun_anew_with_its_last_line(path, monkeypatch):

@@ -38,6 +38,7 @@ class FakeCluster:
         self.warnings = []
         self.calls = []
         self.error = None
+        self.trouble = ""
 
     def run(self, code, *, ranks=None, timeout=None, once=False, watch=None):
         self.calls.append(("run", code, ranks, timeout, once))

@@ -55,7 +55,7 @@ def test_a_seat_is_given_up_with_its_count_and_last_end():
     ],
 )
 def test_what_becomes_of_the_world(min_world, survivors, ready, starting, action):
-    """A group needs a holder of the variables and `min_world` members; whoever is started is waited for."""
+    """A group needs a holder of the variables and `min_world` members, some still to come."""
     decision = decide_world(
         config(min_world=min_world),
         num_survivors=survivors,

@@ -14,8 +14,16 @@ import pytest
 
 from nbdist import processes
 from nbdist.config import ClusterConfig
-from nbdist.processes import RUNDIR_VARIABLE, end_processes, processes_by_rundir, spawn
-from nbdist.rundir import Owner, RunDir, Surroundings
+from nbdist.processes import (
+    RUNDIR_VARIABLE,
+    end_processes,
+    module_environment,
+    processes_by_rundir,
+    rundir_in,
+    rundir_of,
+    spawn,
+)
+from nbdist.rundir import Owner, RunDir, Surroundings, runtime_root
 
 
 @pytest.fixture
@@ -41,11 +49,11 @@ def started(monkeypatch):
 
 
 def test_a_process_is_one_of_our_modules_for_the_directory(rundir, started):
-    """Our own interpreter, the module, the directory, then the arguments; no shell."""
-    spawn(rundir, "nbdist.engine", "slot-0", "0", "4")
+    """Our own interpreter without the present folder, the module, the directory; no shell."""
+    spawn(rundir, "nbdist.supervisor", "supervisor")
     ((command, options),) = started
-    assert command == [sys.executable, "-m", "nbdist.engine", str(rundir.path), "0", "4"]
-    assert options["log"] == rundir.log("slot-0")
+    assert command == [sys.executable, "-P", "-m", "nbdist.supervisor", str(rundir.path)]
+    assert options["log"] == rundir.log("supervisor")
     assert options["stderr"] is options["stdout"]
     assert options["stdin"] == subprocess.DEVNULL
 
@@ -57,18 +65,34 @@ def test_a_process_has_a_session_of_its_own(rundir, started):
 
 
 def test_a_process_has_the_surroundings_of_the_start(rundir, started):
-    """The environment of the notebook, its search path, and the directory, by which it is found."""
-    around = Surroundings(cwd="/work", path=("", "/a"), env={"A": "1", "PYTHONPATH": "/old"})
-    spawn(rundir, "nbdist.engine", "slot-0", surroundings=around)
+    """The environment of the notebook, and the directory, by which it is found."""
     spawn(rundir, "nbdist.supervisor", "supervisor")
-    first, second = (options["env"] for _, options in started)
-    assert first == {
+    env = started[0][1]["env"]
+    assert env["PATH"] == os.environ["PATH"]
+    assert env[RUNDIR_VARIABLE] == str(rundir.path)
+
+
+@pytest.mark.parametrize("own", [None, "", "/theirs", f"/a{os.pathsep}/b"])
+def test_a_process_finds_our_package_and_nothing_of_the_notebooks_folder(rundir, own):
+    """The package's folder, then what the user's own variable names; never the search path."""
+    env = {"A": "1"} if own is None else {"A": "1", "PYTHONPATH": own}
+    around = Surroundings(cwd="/work", path=("", "/a"), env=env)
+    home = str(Path(processes.__file__).parent.parent)
+    assert module_environment(rundir, around) == {
         "A": "1",
-        "PYTHONPATH": f"/work{os.pathsep}/a",
+        "PYTHONPATH": os.pathsep.join([home, own] if own else [home]),
         RUNDIR_VARIABLE: str(rundir.path),
     }
-    assert second["PATH"] == os.environ["PATH"]
-    assert second[RUNDIR_VARIABLE] == str(rundir.path)
+
+
+def test_a_file_of_the_notebooks_folder_is_not_taken_for_a_module_of_ours(
+    rundir, monkeypatch, tmp_path
+):
+    """A `json.py` beside the notebook must not end a process that needs Python's."""
+    (tmp_path / "json.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    assert spawn(rundir, "json.tool", "check").wait(20) == 2  # its file is a directory
+    assert "Is a directory" in rundir.log("check").read_text()
 
 
 def test_what_a_process_says_is_added_to_its_log(rundir):
@@ -89,6 +113,65 @@ def test_the_caller_and_its_parents_are_never_named(rundir, monkeypatch):
     assert found.isdisjoint({this.pid, *(p.pid for p in this.parents())})
 
 
+ROOT = Path("/run/nbdist")
+
+
+@pytest.mark.parametrize(
+    ("command_line", "found"),
+    [
+        (["python", "-P", "-m", "nbdist.supervisor", "/run/nbdist/a"], "a"),
+        (["python", "-m", "nbdist.engine", "/run/nbdist/a", "0", "4"], "a"),
+        (["python", "-m", "nbdist.engine", "0", "/run/nbdist/a"], "a"),
+        (["python", "-m", "nbdist.supervisor", "/run/other/a"], None),
+        (["python", "-m", "nbdist.supervisor", "/run/nbdist/a/b"], None),
+        (["python", "-m", "nbdist.supervisor", "/run/nbdist"], None),
+        (["python", "-m", "nbdist.supervisor"], None),
+        (["python", "-m", "nbdistribution.supervisor", "/run/nbdist/a"], None),
+        (["python", "-m", "json.tool", "/run/nbdist/a"], None),
+        (["vim", "nbdist.supervisor", "/run/nbdist/a"], None),
+        (["grep", "nbdist.supervisor"], None),
+        ([], None),
+    ],
+)
+def test_a_command_line_names_a_directory(command_line, found):
+    """One of our modules, started for a directory right below the root; nothing else."""
+    assert rundir_of(command_line, ROOT) == (ROOT / found if found else None)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("/run/nbdist/a", "a"),
+        ("/run/nbdist/a/b", None),
+        ("/run/nbdist", None),
+        ("/run/other/a", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_an_environment_names_a_directory(value, found):
+    """Right below the root; a process without our variable belongs to nobody."""
+    environ = {} if value is None else {RUNDIR_VARIABLE: value}
+    assert rundir_in(environ, ROOT) == (ROOT / found if found else None)
+
+
+def test_processes_are_found_below_the_root_that_is_asked_for(rundir, monkeypatch):
+    """Also where this process would make its own directories elsewhere by now."""
+    root = runtime_root()
+    env = {**os.environ, RUNDIR_VARIABLE: str(rundir.path)}
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env)
+    try:
+        assert [p.pid for p in processes_by_rundir()[rundir.path]] == [sleeper.pid]
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(rundir.path / "logs"))
+        assert rundir.path not in processes_by_rundir()
+        assert [p.pid for p in processes_by_rundir(root)[rundir.path]] == [sleeper.pid]
+        ended = end_processes(rundir.path)
+        assert (ended.pids, ended.left) == ((sleeper.pid,), ())
+    finally:
+        sleeper.kill()
+        sleeper.wait(10)
+
+
 class Stubborn:
     """A process that does not end before it was asked so often."""
 
@@ -102,14 +185,15 @@ class Stubborn:
 @pytest.fixture
 def crowd(monkeypatch):
     """Processes of a directory that end when they are killed often enough."""
-    path, crowd = Path("/nowhere"), []
+    path, crowd = Path("/elsewhere/0123abcd"), []
 
-    def alive():
+    def alive(root):
+        assert root == path.parent
         return {path: [p for p in crowd if p.asked >= 0]} if crowd else {}
 
     monkeypatch.setattr(processes, "processes_by_rundir", alive)
     monkeypatch.setattr(
-        psutil, "wait_procs", lambda found, timeout: ([p for p in found if p.asked < 0], [])
+        psutil, "wait_procs", lambda found, **_: ([p for p in found if p.asked < 0], [])
     )
     return path, crowd
 

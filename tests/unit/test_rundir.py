@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -85,8 +86,9 @@ def test_clusters_have_names_and_keys_of_their_own(rundir):
     assert Keys.make() != Keys.make()
 
 
-def test_the_surroundings_of_the_start_come_back(rundir):
+def test_the_surroundings_of_the_start_come_back():
     """Folder, search path and environment of the process that started the cluster."""
+    rundir = RunDir.create(CONFIG, Owner.this())
     assert rundir.read_surroundings() == Surroundings.here()
 
 
@@ -111,12 +113,32 @@ def test_the_names_of_files_are_fixed(rundir):
     assert len(str(rundir.file("orders"))) <= MAX_SOCKET_PATH
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"config": {}}', '{"config": {"ghost": 1}}'])
-def test_what_is_cut_short_is_an_error(rundir, text):
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_what_is_cut_short_is_an_error(rundir, part):
     """A file that is no whole description raises, and never half a cluster."""
-    rundir.file("cluster.json").write_text(text)
-    with pytest.raises((ValueError, KeyError, OSError)):
+    text = rundir.file("cluster.json").read_text()
+    rundir.file("cluster.json").write_text(text[: int(part * len(text))])
+    with pytest.raises(ValueError, match="char"):
         rundir.read()
+
+
+@pytest.mark.parametrize("content", [{}, {"config": {}}, {"config": {"ghost": 1}}])
+def test_what_lacks_a_part_is_an_error(rundir, content):
+    """Whole JSON of something else is no cluster either."""
+    rundir.file("cluster.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"cluster\.json|unknown setting"):
+        rundir.read()
+
+
+def test_the_controller_is_ready_when_both_its_files_are_whole(rundir):
+    """It writes one after the other, and a reader may come in between."""
+    assert not rundir.is_controller_ready
+    for role in ("client", "engine"):
+        rundir.connection_file(role).parent.mkdir(parents=True, exist_ok=True)
+        rundir.connection_file(role).write_text('{"ssh": ""')
+        assert not rundir.is_controller_ready
+        rundir.connection_file(role).write_text('{"ssh": ""}')
+    assert rundir.is_controller_ready
 
 
 def test_a_missing_directory_is_an_error(rundir):
@@ -134,6 +156,30 @@ def test_removing_twice_is_harmless(rundir):
     assert not rundir.path.exists()
 
 
+def test_a_directory_that_cannot_be_filled_is_removed(folder, monkeypatch):
+    """A full disk at the start leaves nothing behind that holds keys or looks like a cluster."""
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunDir, "_write_private", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        RunDir.create(CONFIG, Owner.this())
+    assert list((folder / "nbdist").iterdir()) == []
+
+
+def test_a_directory_whose_making_is_interrupted_is_removed(folder, monkeypatch):
+    """Ctrl-C in the middle of a start leaves nothing either."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Keys, "make", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RunDir.create(CONFIG, Owner.this())
+    assert list((folder / "nbdist").iterdir()) == []
+
+
 def test_a_private_file_is_never_written_over(rundir):
     """Keys stand in a file that this process made itself."""
     with pytest.raises(FileExistsError):
@@ -141,10 +187,12 @@ def test_a_private_file_is_never_written_over(rundir):
 
 
 def test_a_process_can_be_noted_and_found_again(rundir):
-    """Under a name; nobody noted, or half a note, is None."""
+    """Under a name, the newest one counts; nobody noted, or half a note, is None."""
     assert rundir.read_owner("controller") is None
-    rundir.write_owner("controller")
+    rundir.write_owner("controller", Owner(pid=7, created=1.5))
+    rundir.write_owner("controller", Owner.this())
     assert rundir.read_owner("controller") == Owner.this()
+    assert stat.S_IMODE(rundir.file("controller").stat().st_mode) == 0o600
     rundir.file("controller").write_text('{"pid"')
     assert rundir.read_owner("controller") is None
 
@@ -254,7 +302,7 @@ def test_a_folder_that_cannot_be_made_is_passed_over(folder, monkeypatch):
     assert runtime_root() == folder / f"nbdist-{os.getuid()}"
 
 
-def test_a_folder_that_others_may_enter_is_refused(folder):
+def test_a_folder_that_others_may_enter_is_refused():
     """It holds keys: the message names it and the mode that it must have."""
     runtime_root().chmod(0o755)
     with pytest.raises(PermissionError, match="0700"):

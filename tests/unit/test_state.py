@@ -11,11 +11,13 @@ from nbdist.errors import named_error
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.supervisor import instructions as do
-from nbdist.supervisor.gate import RELEASE_AFTER_S
-from nbdist.supervisor.seats import SeatState
+from nbdist.supervisor.gate import ENDED_S, RELEASE_AFTER_S
+from nbdist.supervisor.roster import REPLAY_LIMIT_S
+from nbdist.supervisor.seats import Seat, SeatState
 from nbdist.supervisor.state import (
     FORM_LIMIT_S,
     MAX_FORM_FAILURES,
+    RESTORE_LIMIT_S,
     UNBLOCK_LIMIT_S,
     Machine,
     Phase,
@@ -26,7 +28,7 @@ MOMENT = 1e-3
 
 
 class World:
-    """A machine, the time, and everything that the machine said; each event returns what it caused."""
+    """A machine, the time, and all that the machine said; an event returns what it caused."""
 
     def __init__(self, num_engines=3, *, machine=None, **settings):
         self.config = ClusterConfig(num_engines=num_engines, **settings)
@@ -317,7 +319,7 @@ def test_the_first_group_forms_when_all_are_ready_and_not_before():
 
 
 def test_the_first_group_runs_when_all_are_in_it_without_a_hand_over():
-    """In generation 1 nobody has anything to hand over: all formed means running, and no incident."""
+    """In generation 1 nobody has anything to hand over: all formed means running."""
     world = World(2)
     world.start()
     world.ready(0)
@@ -410,8 +412,28 @@ def test_an_engine_that_is_not_ready_in_time_is_killed_once():
     assert only(world.tick(0.2), do.KillEngine)
 
 
+def test_a_process_that_never_comes_is_asked_for_again_and_then_given_up():
+    """The zygote does not answer: a try within the start timeout each, and failed at the limit."""
+    world = World(1, start_timeout_s=5.0, max_restarts=2)
+    world.start()
+    assert world.tick(5.1) == [do.StartEngine(0)]
+    world.tick(5.1)
+    assert world.phase == "failed"
+    assert "2 times" in world.machine.why_failed
+
+
+def test_a_replay_that_does_not_end_is_ended():
+    """A cell that never ends in the replay costs the newcomer, and not the cluster."""
+    world = with_empty_seat()
+    world.up(1)
+    pid = world.pid(1)
+    assert world.tick(REPLAY_LIMIT_S) == []
+    assert [k.pid for k in world.tick(1.0)] == [pid]
+    assert world.die(1) == [do.StartEngine(1)]
+
+
 def test_engines_that_never_become_ready_are_given_up():
-    """After `max_restarts` ends in a row the start fails, naming the slot and how its engine ended."""
+    """After `max_restarts` ends in a row the start fails, naming slot and last end."""
     world = World(2, max_restarts=3)
     world.start()
     world.ready(0)
@@ -471,7 +493,7 @@ def test_a_late_replay_report_is_ignored():
 
 
 def test_a_second_process_on_a_seat_does_not_stop_the_seat_from_being_filled():
-    """Down and up again may fork twice for one seat: one engine is kept, the other killed, the seat filled."""
+    """Down and up again may fork twice for one seat: one engine is kept, the other killed."""
     world = World.running(1)
     world.scale(2)
     world.scale(1)
@@ -491,7 +513,7 @@ def test_a_second_process_on_a_seat_does_not_stop_the_seat_from_being_filled():
 
 
 def test_the_hello_of_a_dead_engine_does_not_stop_its_seat_from_being_filled():
-    """Hello and exit travel on two roads: a hello that comes after the exit must not block the seat."""
+    """Hello and exit travel on two roads: a hello after the exit must not block the seat."""
     world = World.running(2)
     world.die(1)
     world.broken(0)
@@ -536,7 +558,7 @@ def test_reports_of_an_old_generation_do_not_count_while_members_are_awaited(eve
 
 
 def test_a_loss_is_told_at_once_and_breaks_the_group():
-    """A member dies while running: the kernel is told who, survivors leave, the seat is filled again."""
+    """The kernel is told who died, survivors leave, the seat is filled again."""
     world = World.running(3)
     pid = world.pid(1)
     said = world.die(1, ago=0.25)
@@ -644,7 +666,7 @@ def test_the_last_report_may_be_a_death():
 
 
 def test_a_loss_while_forming_breaks_the_new_group():
-    """A member dies while the next group forms: it is left under its number, and the one after is formed."""
+    """A group that loses a member while it forms is left, and the one after is formed."""
     world = World.running(3)
     world.collective_failed(0)
     for slot in range(3):
@@ -671,7 +693,7 @@ def test_a_loss_while_restoring_breaks_the_new_group():
 
 
 def test_all_lost_fails_and_says_what_to_do():
-    """Nobody holds the variables any more: failed, for good, with a reason that names the way out."""
+    """Nobody holds the variables any more: failed, with a reason that names the way out."""
     world = World.running(2)
     world.die(0)
     world.die(1)
@@ -720,7 +742,7 @@ def test_cells_that_wait_are_refused_when_the_world_fails():
 
 
 def test_a_death_in_the_first_group_does_not_end_the_start():
-    """The only engine dies while the first group forms: nothing is lost yet, and another one is started."""
+    """While the first group forms nothing is held yet: another engine is started."""
     world = World(1)
     world.start()
     world.ready(0)
@@ -860,13 +882,13 @@ def test_a_cell_for_a_rank_that_does_not_exist_is_refused(ranks):
     world = World.running(3)
     (refused,) = world.begin("c1", ranks)
     assert (refused.cell, refused.kind) == ("c1", "TargetError")
-    assert f"no rank {[r for r in ranks if not 0 <= r < 3][0]}" in refused.message
+    assert f"no rank {next(r for r in ranks if not 0 <= r < 3)}" in refused.message
     assert "0-2" in refused.message
     assert world.machine.gate.open == set()
 
 
 def test_cells_that_begin_during_a_change_run_after_it_in_order():
-    """From the loss to the next running group nothing is admitted; then everything, first come first."""
+    """From loss to running group nothing is admitted; then everything, first come first."""
     world = World.running(3)
     world.die(1)
     assert world.begin("c1") == []
@@ -923,7 +945,7 @@ def with_newcomer(num_engines=3, slot=1):
 
 
 def test_a_newcomer_waits_for_an_open_cell_and_cells_wait_for_the_newcomer():
-    """No break under a running cell; new cells queue behind the change, so that it comes at last."""
+    """No break under a running cell; new cells queue behind the change."""
     world = with_empty_seat()
     assert admitted(world.begin("c1")) == ["c1"]
     assert world.ready(1) == []
@@ -965,7 +987,7 @@ def test_a_newcomer_begins_where_it_stands_in_the_journal():
 
 
 def test_a_newcomer_catches_up_on_cells_that_ran_meanwhile():
-    """Entries made while it replayed are replayed before it is admitted, and new cells wait for that."""
+    """Entries made while it replayed are replayed too, and new cells wait for that."""
     world = with_empty_seat()
     world.up(1)
     world.begin("c1")
@@ -1008,7 +1030,7 @@ def test_a_newcomer_that_is_behind_is_not_taken_along_by_a_loss():
 
 
 def test_a_late_newcomer_that_dies_does_not_hold_up_cells():
-    """Cells that wait for an engine to catch up go on when it dies, even if its seat is given up."""
+    """Cells that wait for it to catch up go on when it dies, even if its seat is given up."""
     world = with_empty_seat(max_restarts=2)
     world.up(1)
     world.begin("c1")
@@ -1036,7 +1058,7 @@ def test_a_cell_that_is_withdrawn_while_it_waits_holds_no_change_up():
     world.begin("c1")
     world.end("c1")
     for cell in admitted(world.settle()):
-        world.machine.gate.end(cell)  # the desk, which has no one to answer
+        world.machine.gate.end(cell, world.now)  # the desk, which has no one to answer
     assert world.machine.gate.open == set()
     world.ready(1)
     world.settle()
@@ -1053,35 +1075,52 @@ def test_the_end_of_an_unknown_cell_changes_nothing():
 # ---- interrupts
 
 
-def test_an_interrupt_reaches_those_that_run_the_cell():
-    """KeyboardInterrupt where the cell runs; ranks in no collective keep their group."""
-    world = World.running(3)
+def test_an_interrupt_reaches_every_member_and_nobody_else():
+    """Each agent is told, and knows whether its main thread runs the cell; the group stays."""
+    world = with_empty_seat()
     world.begin("c1")
+    world.up(1)
     world.beat(0, cell="c1")
-    world.beat(1, cell="c2")
     said = world.interrupt("c1")
-    assert orders(said, od.InterruptMain) == {0: od.InterruptMain(cell="c1")}
-    assert world.phase == "running"
+    assert orders(said, od.InterruptMain) == dict.fromkeys((0, 2), od.InterruptMain(cell="c1"))
+    assert world.tick(5.0) == []
 
 
 def test_an_interrupt_breaks_the_group_of_those_that_wait_in_a_collective():
-    """A rank that waits natively hears no signal: its group is broken, and the kernel is told in what it waited."""
+    """A rank that waits natively hears no signal: its group is broken when the wait lasts."""
     world = World.running(2)
     world.begin("c1")
     world.beat(0, cell="c1", waits=1.0)
     world.beat(1, cell="c1")
-    said = world.interrupt("c1")
+    world.interrupt("c1")
+    assert world.tick(RELEASE_AFTER_S - MOMENT) == []
+    said = world.tick(2 * MOMENT)
     assert set(orders(said, od.BreakGroup)) == {0, 1}
     (released,) = notices(said, od.RanksReleased)
     assert released.waiting == {0: "all_reduce, cell line 2: f()"}
     assert "interrupted" in released.reason
 
 
+def test_an_interrupt_of_a_cell_that_does_not_run_breaks_nothing():
+    """One that is over, or waits at the door, has nobody in a collective."""
+    world = World.running(2)
+    world.begin("c1")
+    world.beat(0, cell="c1", waits=1.0)
+    world.interrupt("c2")
+    assert world.tick(5.0) == []
+    world.interrupt("c1")
+    world.end("c1")
+    world.interrupt("c1")
+    assert world.tick(RELEASE_AFTER_S + MOMENT) == []
+    world.beat(0)
+    assert world.tick(5.0) == []
+
+
 # ---- failures of collectives, forming, waits
 
 
 def test_a_failed_collective_breaks_the_group_once():
-    """The first report breaks, others of the same group add nothing; no incident, the same members go on."""
+    """The first report breaks, others add nothing; the same members go on, no incident."""
     world = World.running(2)
     said = world.collective_failed(1)
     assert set(orders(said, od.BreakGroup)) == {0, 1}
@@ -1163,7 +1202,7 @@ def waiting_for_a_failed_rank(waits_in="c1", also=()):
 
 
 def test_a_wait_for_a_rank_that_raised_is_broken_when_it_lasts():
-    """Longer than the limit after the failure: the group is broken, and the kernel learns who waited in what."""
+    """After the limit the group is broken, and the kernel learns who waited in what."""
     world = waiting_for_a_failed_rank()
     assert world.tick(RELEASE_AFTER_S - MOMENT) == []
     said = world.tick(2 * MOMENT)
@@ -1171,6 +1210,19 @@ def test_a_wait_for_a_rank_that_raised_is_broken_when_it_lasts():
     assert released.waiting == {1: "all_reduce, cell line 2: f()"}
     assert "rank 0 raised" in released.reason
     assert set(orders(said, od.BreakGroup)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("why", ["raised", "interrupted"])
+def test_a_beat_of_the_old_group_does_not_break_the_new_one(why):
+    """Its wait is over since the break, though no newer beat has come and the cell is open."""
+    world = waiting_for_a_failed_rank()
+    if why == "interrupted":
+        world.interrupt("c1")
+    world.tick(1.0)
+    world.settle()
+    assert (world.phase, world.generation) == ("running", 2)
+    assert world.tick(MOMENT) == []
+    assert world.machine.is_healthy
 
 
 def test_a_short_wait_for_a_rank_that_raised_is_left_alone():
@@ -1205,11 +1257,61 @@ def test_a_failure_in_a_cell_that_is_over_is_forgotten():
     """After the end of the cell nobody is released for its sake."""
     world = waiting_for_a_failed_rank()
     world.end("c1")
+    assert world.tick(RELEASE_AFTER_S + MOMENT) == []
+    world.beat(1, cell="c2", waits=1.0)
+    assert world.tick(60.0) == []
+
+
+def test_a_rank_that_still_waits_in_a_cell_that_is_over_is_released():
+    """The kernel waits for nobody any more, and the next cell would find this rank blocked."""
+    world = World.running(3)
+    world.begin("c1")
+    world.beat(1, cell="c1", waits=9.0)
+    world.end("c1")
+    assert world.tick(ENDED_S + RELEASE_AFTER_S - MOMENT) == []
+    said = world.tick(2 * MOMENT)
+    (released,) = notices(said, od.RanksReleased)
+    assert released.waiting == {1: "all_reduce, cell line 2: f()"}
+    assert "a cell that is over" in released.reason
+    assert set(orders(said, od.BreakGroup)) == {0, 1, 2}
+    world.settle()
+    assert (world.phase, world.generation, world.slots) == ("running", 2, (0, 1, 2))
+    assert (world.incidents, only(world.said, do.KillEngine)) == ([], [])
+
+
+def test_a_wait_that_began_after_the_end_of_its_cell_is_given_its_time():
+    """The limit counts from the later of the two."""
+    world = World.running(2)
+    world.begin("c1")
+    world.end("c1")
+    world.now += 5.0
+    world.beat(0, cell="c1", waits=0.1)
+    assert world.tick() == []
+    assert orders(world.tick(RELEASE_AFTER_S), od.BreakGroup)
+
+
+@pytest.mark.parametrize("cell", [None, "c2", "c3"])
+def test_a_wait_elsewhere_is_left_alone_when_a_cell_is_over(cell):
+    """In no cell, in one that runs, in one that nobody knows (of a supervisor before)."""
+    world = World.running(2)
+    world.begin("c1")
+    world.begin("c2")
+    world.end("c1")
+    world.beat(0, cell=cell, waits=1.0)
+    assert world.tick(60.0) == []
+
+
+def test_a_rank_that_still_computes_in_a_cell_that_is_over_is_left_alone():
+    """It waits for nobody, and ends by itself."""
+    world = World.running(2)
+    world.begin("c1")
+    world.beat(0, cell="c1")
+    world.end("c1")
     assert world.tick(60.0) == []
 
 
 def test_a_member_that_stays_in_a_native_wait_after_the_break_is_killed():
-    """A cut that frees nobody within the limit ends in a kill; a merely busy member is left alone."""
+    """A cut that frees nobody in time ends in a kill; a merely busy member is left alone."""
     world = World.running(3)
     world.beat(0, cell="c1", waits=1.0)
     world.beat(1, cell="c1")
@@ -1217,12 +1319,12 @@ def test_a_member_that_stays_in_a_native_wait_after_the_break_is_killed():
     assert world.tick(UNBLOCK_LIMIT_S - MOMENT) == []
     (kill,) = world.tick(2 * MOMENT)
     assert (kill.slot, kill.pid) == (0, world.pid(0))
-    assert world.tick(600.0) == []
+    assert world.tick(30.0) == []
     assert world.states[1] == "member"
 
 
 def test_a_member_that_was_freed_is_not_killed():
-    """Its last beat before the break said that it waits; once it has left the group that is over."""
+    """Its last beat said that it waits; once it has left the group that is over."""
     world = World.running(3)
     world.beat(0, cell="c1", waits=1.0)
     world.beat(1, cell="c1", waits=1.0)
@@ -1253,7 +1355,7 @@ def test_a_beat_of_a_stranger_is_ignored():
 
 
 def test_an_engine_is_killed_once():
-    """A second reason to kill the same process is not carried out; an empty seat has nothing to kill."""
+    """A second reason to kill the same process is not carried out."""
     world = World.running(2)
     (kill,) = world.kill(0, "hung: stopped for 10 s")
     assert (kill.pid, kill.why) == (world.pid(0), "hung: stopped for 10 s")
@@ -1298,7 +1400,7 @@ def test_scaling_down_ends_the_highest_seats_after_the_break():
 
 
 def test_a_leaver_that_is_slow_to_end_costs_no_further_generation():
-    """An engine that was told to end and has not ended yet is no reason to break the group again."""
+    """An engine that was told to end and has not yet is no reason for another break."""
     world = World.running(3)
     world.scale(2)
     world.settle()
@@ -1411,11 +1513,50 @@ def test_scaling_while_a_group_forms_waits_for_it():
     assert world.slots == (0, 1)
 
 
+def test_a_seat_given_back_while_the_first_group_breaks_holds_nobody_up():
+    """The start begins again without it: its engine is told to end and is not waited for."""
+    world = World(3)
+    world.start()
+    for slot in range(3):
+        world.ready(slot)
+    world.scale(2)
+    world.die(1)
+    world.broken(0)
+    world.broken(2)
+    world.ready(1)
+    world.settle()
+    assert (world.phase, world.slots) == ("running", (0, 1))
+    assert 2 in orders(world.said, od.EndEngine) or 2 not in world.states
+
+
+def test_a_process_for_a_seat_that_was_given_up_is_ended():
+    """Nobody waits for it any more: it must not live on unseen, whether it says hello or not."""
+    world = with_empty_seat(2, 1, max_restarts=2)
+    world.fork(1)
+    world.die(1)
+    assert world.states[1] == "given up"
+    assert [k.pid for k in only(world.fork(1, 901), do.KillEngine)] == [901]
+    assert [k.pid for k in only(world.hello(1, 902), do.KillEngine)] == [902]
+    assert world.pid(1) is None
+
+
+def test_a_failed_start_is_none_of_an_engine_that_sits_there():
+    """A second start for a seat that is filled fails: the engine on it is not touched."""
+    world = World.running(2)
+    assert world.start_failed(1) == []
+    assert world.machine.is_healthy
+    world.die(1)
+    world.settle()
+    world.up(1)
+    assert world.start_failed(1) == []
+    assert world.states[1] == "replaying"
+
+
 # ---- hand-over
 
 
 def test_equal_names_are_offered_by_the_lowest_survivor():
-    """What all survivors hold alike and the newcomer lacks or holds differently is packed by the lowest of them."""
+    """What all survivors hold alike and the newcomer does not is packed by the lowest."""
     world = with_newcomer(3, 0)
     held = {"x": "int:1", "model": "module:1", "gone": ""}
     assert world.fingerprint(1, held | {"r": "int:1"}) == []
@@ -1490,7 +1631,7 @@ def test_two_newcomers_are_each_given_what_they_lack():
 
 @pytest.mark.parametrize("stage", ["fingerprint", "offer", "receive"])
 def test_the_next_survivor_hands_over_when_the_donor_dies(stage):
-    """The donor's death in a hand-over costs a generation; then the next lowest survivor is the donor."""
+    """The donor's death costs a generation; then the next lowest survivor is the donor."""
     world = with_newcomer(3, 1)
     held = {"x": "int:1"}
     if stage != "fingerprint":
@@ -1519,7 +1660,7 @@ def test_the_next_survivor_hands_over_when_the_donor_dies(stage):
 
 
 def test_a_newcomer_that_dies_in_the_hand_over_costs_a_generation_and_nothing_else():
-    """The survivors go on without it, still holding what they held, and its seat is filled again."""
+    """The survivors go on without it, and its seat is filled again."""
     world = with_newcomer(3, 1)
     for slot in (0, 2):
         world.fingerprint(slot, {"x": "int:1"})
@@ -1532,6 +1673,21 @@ def test_a_newcomer_that_dies_in_the_hand_over_costs_a_generation_and_nothing_el
     world.ready(1)
     world.settle()
     assert world.machine.is_healthy
+
+
+@pytest.mark.parametrize("stage", ["fingerprint", "receive"])
+def test_a_hand_over_that_does_not_end_is_ended(stage):
+    """After the limit exactly those whose part is missing are killed, once."""
+    world = with_newcomer(3, 1)
+    world.fingerprint(0, {"x": "int:1"})
+    if stage == "receive":
+        world.fingerprint(1)
+        world.fingerprint(2, {"x": "int:1"})
+        world.offered(0)
+    assert world.tick(RESTORE_LIMIT_S) == []
+    kills = [k.slot for k in world.tick(1.0)]
+    assert kills == ([1, 2] if stage == "fingerprint" else [1])
+    assert world.tick(1.0) == []
 
 
 def test_reports_of_a_hand_over_that_is_over_are_ignored():
@@ -1553,7 +1709,7 @@ def test_reports_of_a_hand_over_that_is_over_are_ignored():
 
 
 def test_an_incident_of_a_loss_has_its_parts_and_durations():
-    """Kind, slot, rank, cause, both generations; detection, regrouping, restoring and the whole stall in seconds."""
+    """Kind, slot, rank, cause, both generations, and the seconds of each part."""
     world = World.running(3)
     world.die(1, ago=0.5)
     world.now += 1.0
@@ -1662,6 +1818,21 @@ def test_a_running_group_is_taken_up_unnoticed():
     assert (world.generation, world.slots) == (2, (0, 1))
 
 
+def test_a_member_that_is_not_in_the_present_group_breaks_it():
+    """Its hello after a takeover names another generation: the ledger was ahead of it."""
+    world = take_over(World.running(2))
+    said = world.hello(1, generation=0)
+    assert set(orders(said, od.BreakGroup)) == {0, 1}
+    world.settle()
+    assert (world.machine.is_healthy, world.generation) == (True, 2)
+
+
+def test_a_seat_without_an_engine_is_no_member():
+    """A membership names engines; there is none to name."""
+    with pytest.raises(ValueError, match="slot 3"):
+        Seat(3).as_member()
+
+
 def test_incidents_are_taken_up():
     """What has happened before is not forgotten."""
     before = with_empty_seat()
@@ -1671,7 +1842,7 @@ def test_incidents_are_taken_up():
 
 @pytest.mark.parametrize("how_far", ["asked for", "forked", "up"])
 def test_a_start_is_taken_up_without_starting_anyone_twice(how_far):
-    """Engines that live are waited for, the others started; their hello says how far they had come."""
+    """Engines that live are waited for, and say how far they had come; others are started."""
     before = World(2)
     before.start()
     before.ready(0)
@@ -1691,7 +1862,7 @@ def test_a_start_is_taken_up_without_starting_anyone_twice(how_far):
 
 
 def test_an_engine_that_nobody_wrote_down_is_adopted():
-    """The zygote names a child on a seat without a process: it is that seat's engine; others are left alone."""
+    """A child on a seat without a process is that seat's engine; others are left alone."""
     before = World.running(2)
     before.die(1)
     before.settle()
@@ -1736,7 +1907,7 @@ def forming():
 
 @pytest.mark.parametrize("before", [breaking, forming, with_newcomer])
 def test_a_group_that_was_not_whole_is_broken_and_formed_anew(before):
-    """Breaking, forming or restoring: everybody leaves, agents are told when they say hello, a higher number follows."""
+    """Everybody leaves, told again with each hello, and a higher number follows."""
     was = before()
     world = take_over(was)
     assert world.phase == "breaking"
@@ -1752,7 +1923,7 @@ def test_a_group_that_was_not_whole_is_broken_and_formed_anew(before):
 
 @pytest.mark.parametrize("before", [breaking, forming, with_newcomer])
 def test_a_newcomer_is_still_given_what_it_lacks_after_a_takeover(before):
-    """Who holds the variables is written down: an engine that was never in a group that ran is no donor."""
+    """Who holds the variables is written down: a newcomer is no donor."""
     world = take_over(before())
     world.names = {0: {"x": "module:1"}, 2: {"x": "module:1"}}
     world.settle()
@@ -1789,6 +1960,60 @@ def test_a_leaver_is_dealt_with_after_a_takeover():
     world.end("c1")
     world.settle()
     assert world.slots == (0, 1)
+
+
+def told_to_end():
+    """A seat was given back; its engine was told to end and has not done so yet."""
+    world = World.running(2)
+    world.scale(1)
+    world.settle()
+    assert world.states == {0: "member", 1: "leaving"}
+    return world
+
+
+def test_a_leaver_is_told_to_end_again_after_a_takeover():
+    """The order may have been lost: the hello of such an engine is answered with it."""
+    world = take_over(told_to_end())
+    world.hello(0, generation=2)
+    assert set(orders(world.hello(1), od.EndEngine)) == {1}
+    world.die(1, signal=None, code=0)
+    assert world.machine.is_healthy
+    assert world.generation == 2
+
+
+def test_a_leaver_is_no_member_again_after_a_takeover():
+    """It was told to end before: growing again fills its seat with another engine."""
+    world = take_over(told_to_end())
+    world.scale(2)
+    assert not world.machine.is_healthy
+    assert do.StartEngine(1) in world.die(1, signal=None, code=0)
+    world.ready(1)
+    world.settle()
+    assert world.machine.is_healthy
+    assert world.slots == (0, 1)
+
+
+def test_incidents_that_are_open_at_a_takeover_are_closed():
+    """The loss that the old supervisor was dealing with ends when the new one's world runs."""
+    world = take_over(breaking())
+    world.settle()
+    assert [i.generation_after for i in world.incidents] == [2]
+
+
+@pytest.mark.parametrize("policy", ["refill", "shrink"])
+def test_a_takeover_does_not_forget_that_the_variables_are_lost(policy):
+    """The last holder dies while a newcomer's group forms: failed, under any supervisor."""
+    before = World.running(1, policy=policy)
+    before.scale(2)
+    before.ready(1)
+    before.broken(0)
+    before.die(0)
+    assert before.phase == "breaking"
+    world = take_over(before)
+    world.begin("c1")
+    said = world.broken(1)
+    assert world.phase == "failed"
+    assert [r.cell for r in only(said, do.RefuseCell)] == ["c1"]
 
 
 def test_a_failed_world_is_taken_up_as_failed():

@@ -9,7 +9,7 @@ from nbdist.config import ClusterConfig
 from nbdist.protocol import events as ev
 from nbdist.protocol.orders import WorldView
 from nbdist.supervisor.state import Machine
-from nbdist.supervisor.view import view_of
+from nbdist.supervisor.view import last_words, view_of
 
 NOW = 10.0
 
@@ -159,3 +159,28 @@ def test_a_view_does_not_change_with_the_world(machine):
     machine.formed(ev.GroupFormed(slot=0, pid=100, generation=2, cuttable=True), NOW + 1)
     assert view_of(machine) != view
     assert msgspec.json.encode(view) == told
+
+
+# ---- last words
+
+
+def test_the_last_words_are_the_end_of_the_log():
+    """As many lines as are shown; of a short log all, of an empty one none."""
+    log = "".join(f"{n}\n" for n in range(20))
+    assert last_words(log, 3) == ("17", "18", "19")
+    assert last_words("a\nb") == ("a", "b")
+    assert last_words("") == ()
+
+
+def test_the_last_words_of_a_crash_begin_at_its_stack():
+    """What a native library said just before is shown, then the top of the stack."""
+    stack = "Fatal Python error: Segmentation fault\n" + "".join(f"  File {n}\n" for n in range(20))
+    words = last_words("early\n" * 20 + "the culprit\n" + stack, 4)
+    assert words == (
+        "early",
+        "the culprit",
+        "Fatal Python error: Segmentation fault",
+        "  File 0",
+        "  File 1",
+        "  File 2",
+    )

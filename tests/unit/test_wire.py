@@ -7,6 +7,8 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nbdist.protocol import calls, forks, values, wire
 from nbdist.protocol import events as ev
@@ -23,7 +25,7 @@ PAIR = Membership(
 def sample(kind):
     """A value of a type, as full as can be: no field is left to its default."""
     if isinstance(kind, str):
-        kind = eval(kind, {**vars(builtins), **vars(ev), **vars(od), **vars(forks)})  # noqa: S307
+        kind = eval(kind, {**vars(builtins), **vars(ev), **vars(od), **vars(forks)})
     kind = getattr(kind, "__supertype__", kind)
     simple: dict[Any, Any] = {
         int: 7,
@@ -86,13 +88,13 @@ def test_every_answer_survives_the_road(kind):
     assert_survives(od.Answer(number=3, body=sample(kind)), od.Notice)
 
 
-@pytest.mark.parametrize("kind", family(forks.ToZygote | forks.FromZygote))
+@pytest.mark.parametrize("kind", family(forks.Fork | forks.FromZygote))
 def test_what_supervisor_and_zygote_say_survives_the_road(kind):
     """One message, packed in a frame and split again, is the same."""
     message = sample(kind)
     buffer = bytearray(forks.pack(message))
     (frame,) = forks.split(buffer)
-    assert decode(frame, forks.ToZygote | forks.FromZygote) == message
+    assert decode(frame, forks.Fork | forks.FromZygote) == message
     assert not buffer
 
 
@@ -135,6 +137,17 @@ def test_what_does_not_fit_the_protocol_is_refused(data):
         decode(data, od.Ping | od.Scale)
 
 
+@given(st.binary(max_size=60), st.sampled_from([b"", bytes([VERSION]), encode(od.Ping())]))
+@settings(max_examples=300, derandomize=True, deadline=None)
+def test_whatever_comes_is_a_message_or_a_wire_error(tail, head):
+    """No bytes at all raise anything else: a stranger cannot end the supervisor's thread."""
+    for kinds in (od.Request, ev.AgentEvent, od.AgentOrder, od.Notice):
+        try:
+            decode(head + tail, kinds)
+        except WireError:
+            continue
+
+
 def test_a_membership_that_is_none_is_refused_on_the_road_too():
     """Its check runs when it is decoded."""
     members = [{"slot": s, "engine_id": 1, "pid": 1, "host": ""} for s in (2, 0)]
@@ -145,6 +158,20 @@ def test_a_membership_that_is_none_is_refused_on_the_road_too():
 
 
 # ---- frames
+
+
+@given(st.lists(st.binary(max_size=9), max_size=5), st.lists(st.integers(1, 20), max_size=9))
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_frames_of_any_length_are_split_however_they_arrive(bodies, cuts):
+    """Empty ones too, cut anywhere: what was packed comes out, in order, and nothing else."""
+    stream = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+    buffer, frames = bytearray(), []
+    for cut in [*cuts, len(stream)]:
+        buffer += stream[:cut]
+        stream = stream[cut:]
+        frames += forks.split(buffer)
+    assert frames == bodies
+    assert not buffer
 
 
 def test_frames_are_split_however_they_arrive():

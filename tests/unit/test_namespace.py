@@ -1,0 +1,316 @@
+"""The user's names on an engine: told apart by digests, packed, taken over."""
+
+from __future__ import annotations
+
+import math
+import threading
+import types
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.engine.namespace import (
+    OURS,
+    fingerprint,
+    pack_names,
+    take_names,
+    to_cpu,
+    user_names,
+)
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(2, 3)
+
+
+def trained(seed=0, steps=1):
+    """A model and an optimizer that has made so many steps."""
+    model = linear(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def wrapped(model):
+    """A `DistributedDataParallel` without a group."""
+    outer = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(outer)
+    outer.module = model
+    return outer
+
+
+def made(source, name="f"):
+    """What a cell of this source binds."""
+    user_ns = {"__name__": "__main__"}
+    exec(source, user_ns)
+    return user_ns[name]
+
+
+def kind(value):
+    return fingerprint(value).partition(":")[0]
+
+
+# ---- names
+
+
+def test_names_are_those_that_the_user_made():
+    """Not IPython's, not ours, not private ones; sorted."""
+    user_ns = dict.fromkeys(
+        ("model", "a", "_private", "__name__", "In", "Out", "exit", "get_ipython", "hidden", *OURS)
+    )
+    assert user_names(user_ns, ["hidden"]) == ["a", "model"]
+
+
+# ---- digests
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1, 2),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        ("1", 1),
+        ("1", b"1"),
+        (None, 0),
+        (1j, 1),
+        ([1, 2], [2, 1]),
+        ([1], (1,)),
+        ({"a": 1}, {"a": 2}),
+        (math, types),
+        (torch.zeros(2), torch.ones(2)),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.tensor(0.0), torch.tensor(-0.0)),
+        (torch.zeros(0), torch.zeros(0, 2)),
+        ([torch.zeros(2)], [torch.ones(2)]),
+        (linear(0), linear(1)),
+        (linear(0), wrapped(linear(0))),
+        (trained(steps=1)[1], trained(steps=2)[1]),
+    ],
+)
+def test_different_values_have_different_digests(first, second):
+    """In value, in kind, in shape or in type."""
+    assert fingerprint(first) != fingerprint(second) != ""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: 7,
+        lambda: float("nan"),
+        lambda: "text",
+        lambda: [1, {"a": (2.5, None)}],
+        lambda: math,
+        lambda: torch.arange(6).reshape(2, 3),
+        lambda: torch.tensor(True),
+        lambda: torch.ones(3, dtype=torch.bfloat16),
+        lambda: torch.zeros(0),
+        lambda: {"w": torch.ones(2, requires_grad=True) * 2},
+        linear,
+        lambda: torch.nn.Sequential(linear(), torch.nn.BatchNorm1d(3)),
+        torch.nn.ReLU,
+        lambda: trained()[1],
+        lambda: torch.optim.lr_scheduler.StepLR(trained()[1], 3),
+        lambda: made("def f(x):\n    return [y + 1 for y in x]"),
+        lambda: made("class f:\n    x = 1"),
+    ],
+)
+def test_equal_values_have_equal_digests(make):
+    """Made twice, as on two engines."""
+    assert fingerprint(make()) == fingerprint(make()) != ""
+
+
+def test_a_tensor_is_compared_by_what_it_holds():
+    """Not by how it lies in memory, nor by the graph that it hangs in."""
+    plain = torch.arange(6.0).reshape(2, 3)
+    turned = torch.arange(6.0).reshape(2, 3).t().contiguous().t()
+    assert fingerprint(turned) == fingerprint(plain)
+    assert fingerprint(plain.clone().requires_grad_() * 1) == fingerprint(plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.zeros(1), "tensor"),
+        (linear(), "module"),
+        (wrapped(linear()), "ddp"),
+        (trained()[1], "optimizer"),
+        (torch.optim.lr_scheduler.StepLR(trained()[1], 3), "optimizer"),
+        (math, "import"),
+        (made("def f(): pass"), "function"),
+        (1, "int"),
+        ([1], "list"),
+    ],
+)
+def test_a_digest_says_of_what_kind_the_value_is(value, expected):
+    """The supervisor treats replicas and imports in their own ways."""
+    assert kind(value) == expected
+
+
+def test_running_means_do_not_tell_replicas_apart():
+    """Each rank sees other data; the parameters are equal all the same."""
+    first, second = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    first(torch.randn(4, 3))
+    assert fingerprint(first) == fingerprint(second)
+    with torch.no_grad():
+        first.weight[0] = 2.0
+    assert fingerprint(first) != fingerprint(second)
+
+
+def test_a_module_without_parameters_is_compared_by_its_buffers():
+    """They are all that it has."""
+    first, second = (torch.nn.BatchNorm1d(3, affine=False) for _ in range(2))
+    assert fingerprint(first) == fingerprint(second)
+    first(torch.randn(4, 3))
+    assert fingerprint(first) != fingerprint(second)
+
+
+def test_a_function_is_compared_by_its_code():
+    """Wherever it stands; other constants, names or inner functions make another one."""
+    same = made("\n\n# moved\ndef f(x):\n    return x + 1")
+    assert fingerprint(made("def f(x):\n    return x + 1")) == fingerprint(same)
+    sources = [
+        "def f(x):\n    return x + 1",
+        "def f(x):\n    return x + 2",
+        "def f(x):\n    return x - 1",
+        "def f(x):\n    return x.a",
+        "def f(x):\n    return x.b",
+        "def f(x):\n    return lambda: x + 1",
+        "def f(x):\n    return lambda: x + 2",
+    ]
+    assert len({fingerprint(made(source)) for source in sources}) == len(sources)
+
+
+class Grumpy:
+    """Raises whatever is asked of it."""
+
+    def __reduce__(self):
+        raise RuntimeError("not me")
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), (x for x in ()), Grumpy(), [Grumpy()]])
+def test_what_cannot_be_compared_has_no_digest(value):
+    """And that is no error."""
+    assert fingerprint(value) == ""
+
+
+# ---- packing and taking over
+
+
+def hand_over(donor, newcomer, *names):
+    """Give names from one namespace to another; what failed there."""
+    data, unsent = pack_names(donor, names)
+    assert unsent == {}
+    return take_names(newcomer, data, names)
+
+
+def test_values_arrive():
+    """Missing ones are bound, others replaced; what was not asked for stays."""
+    newcomer = {"x": 0, "mine": 1}
+    donor = {"x": 7, "t": torch.arange(3), "f": made("def f(x):\n    return x + 1"), "y": 5}
+    data, failed = pack_names(donor, ["x", "t", "f", "y"])
+    assert failed == {}
+    assert take_names(newcomer, data, ["x", "t", "f", "elsewhere"]) == {}
+    assert newcomer.keys() == {"x", "mine", "t", "f"}
+    assert (newcomer["x"], newcomer["mine"], newcomer["f"](1)) == (7, 1, 2)
+    assert torch.equal(newcomer["t"], torch.arange(3))
+
+
+def test_what_cannot_be_packed_is_named_and_costs_the_others_nothing():
+    """With the reason."""
+    data, failed = pack_names({"lock": threading.Lock(), "x": 7}, ["lock", "x"])
+    assert list(failed) == ["lock"]
+    assert failed["lock"].startswith("cannot be sent: TypeError: cannot pickle")
+    newcomer = {}
+    assert take_names(newcomer, data, ["lock", "x"]) == {}
+    assert newcomer == {"x": 7}
+
+
+def test_a_newcomers_model_is_loaded_and_not_replaced():
+    """So that its own optimizer goes on to hold its parameters."""
+    model, optimizer = trained(seed=1, steps=0)
+    newcomer = {"model": model, "optimizer": optimizer}
+    trained_model, trained_optimizer = trained(seed=2, steps=3)
+    donor = {"model": trained_model, "optimizer": trained_optimizer}
+    assert hand_over(donor, newcomer, "model", "optimizer") == {}
+    assert newcomer["model"] is model
+    assert newcomer["optimizer"] is optimizer
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert {n: fingerprint(v) for n, v in newcomer.items()} == {
+        n: fingerprint(v) for n, v in donor.items()
+    }
+
+
+def test_a_model_that_is_missing_is_given_whole():
+    """Its class and its state."""
+    newcomer = {}
+    model = linear(3)
+    assert hand_over({"model": model}, newcomer, "model") == {}
+    assert newcomer["model"] is not model
+    assert fingerprint(newcomer["model"]) == fingerprint(model)
+
+
+@pytest.mark.parametrize("make", [lambda: trained()[1], lambda: wrapped(linear())])
+def test_what_hangs_on_something_else_is_not_given_whole(make):
+    """An optimizer would hold parameters of nobody, a wrapped model a group that is not there."""
+    newcomer = {}
+    failed = hand_over({"x": make()}, newcomer, "x")
+    assert "only its state could be sent" in failed["x"]
+    assert newcomer == {}
+
+
+def test_a_wrapped_model_is_loaded():
+    """Where the newcomer has wrapped one itself."""
+    donor, newcomer = {"d": wrapped(linear(1))}, {"d": wrapped(linear(2))}
+    before = newcomer["d"]
+    assert hand_over(donor, newcomer, "d") == {}
+    assert newcomer["d"] is before
+    assert fingerprint(before) == fingerprint(donor["d"])
+
+
+def test_a_state_that_does_not_fit_is_named_and_costs_the_others_nothing():
+    """The newcomer's model has another shape: it keeps it, and is told."""
+    newcomer = {"model": torch.nn.Linear(5, 5)}
+    failed = hand_over({"model": linear(), "x": 7}, newcomer, "model", "x")
+    assert list(failed) == ["model"]
+    assert failed["model"].startswith("could not be taken over: RuntimeError")
+    assert newcomer["model"].in_features == 5
+    assert newcomer["x"] == 7
+
+
+class Awkward:
+    """Can be packed and not unpacked."""
+
+    def __reduce__(self):
+        return (int, ("no number",))
+
+
+def test_a_value_that_cannot_be_unpacked_is_named():
+    """What the newcomer had stays."""
+    newcomer = {"x": 1}
+    failed = hand_over({"x": Awkward()}, newcomer, "x")
+    assert failed["x"].startswith("could not be taken over: ValueError: invalid literal")
+    assert newcomer == {"x": 1}
+
+
+# ---- on the CPU
+
+
+def test_tensors_are_cut_loose_wherever_they_stand():
+    """In lists, tuples and dicts; other containers and values stay what they are."""
+    hanging = torch.ones(2, requires_grad=True) * 2
+    given = {"a": [hanging, (hanging, 1)], "b": "text", "c": {hanging}}
+    found = to_cpu(given)
+    assert not found["a"][0].requires_grad
+    assert not found["a"][1][0].requires_grad
+    assert type(found["a"][1]) is tuple
+    assert (found["a"][1][1], found["b"]) == (1, "text")
+    assert found["c"] is given["c"]
+    assert hanging.requires_grad

@@ -1,0 +1,154 @@
+"""The world in words and rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nbdist.errors import TargetError
+from nbdist.protocol.orders import SeatView, WorldView
+from nbdist.protocol.topology import EMPTY, Member, Membership
+from nbdist.session.status import chosen_ranks, rank_status, trouble_of, why_unhealthy
+
+
+def seat(slot=0, state="member", **more):
+    about = {
+        "rank": slot,
+        "engine_id": 10 + slot,
+        "pid": 100 + slot,
+        "host": "here",
+        "device": "cpu",
+        "generation": 4,
+        "rss_bytes": 5_000,
+        "activity": "waits in barrier",
+        "is_holder": True,
+    }
+    return SeatView(slot=slot, state=state, **about | more)
+
+
+def world(*states, phase="running", reason=""):
+    """Seats in these states; those that are members are in group 4."""
+    members = tuple(
+        Member(slot=slot, engine_id=10 + slot, pid=100 + slot, host="here")
+        for slot, state in enumerate(states)
+        if state == "member"
+    )
+    return WorldView(
+        phase=phase,
+        membership=Membership(generation=4, members=members) if members else EMPTY,
+        seats=tuple(seat(slot, state) for slot, state in enumerate(states)),
+        size=len(states),
+        num_formed=len(members),
+        healthy=False,
+        reason=reason,
+        incidents=(),
+    )
+
+
+def test_a_row_has_what_the_supervisor_says_of_a_seat():
+    """Nothing is made up: what training measures is not known here."""
+    row = rank_status(seat(2, rank=1, not_restored={"x": "it differs"}))
+    assert (row.rank, row.slot, row.state, row.generation) == (1, 2, "member", 4)
+    assert (row.pid, row.host, row.device, row.memory_bytes) == (102, "here", "cpu", 5_000)
+    assert (row.activity, row.not_restored) == ("waits in barrier", {"x": "it differs"})
+    assert (row.step, row.samples_per_second) == (None, None)
+
+
+def test_an_empty_seat_is_a_row_too():
+    """It has no rank and no process."""
+    row = rank_status(seat(1, "empty", rank=None, pid=None, engine_id=None))
+    assert (row.rank, row.pid, row.state) == (None, None, "empty")
+
+
+@pytest.mark.parametrize(
+    ("view", "after", "text"),
+    [
+        (world("member"), None, "not healthy after 30 s: the world is running"),
+        (
+            world("member", "replaying", "given up", phase="restoring", reason="names are copied"),
+            None,
+            "not healthy after 30 s: the world is restoring, slot 1 is replaying; "
+            "slot 2 is given up (names are copied)",
+        ),
+        (
+            world("member"),
+            4,
+            "not healthy after 30 s: the world is running; generation 4 has not passed 4",
+        ),
+        (world("member"), 3, "not healthy after 30 s: the world is running"),
+        (
+            world("starting", phase="starting", reason="the first engines are being started"),
+            0,
+            "not healthy after 30 s: the world is starting, slot 0 is starting; "
+            "generation 0 has not passed 0 (the first engines are being started)",
+        ),
+    ],
+)
+def test_a_wait_in_vain_says_what_is_missing(view, after, text):
+    """The phase, the seats that are no members, the generation, and the supervisor's reason."""
+    assert why_unhealthy(view, 30.0, after) == text
+
+
+@pytest.mark.parametrize(
+    ("view", "text"),
+    [
+        (world("member", "member"), ""),
+        (world("member", "member", phase="breaking", reason="rank 1 is gone"), ""),
+        (world("member", "starting"), "1 of 2 ranks: slot 1 is starting"),
+        (
+            world("given up", "member", "empty"),
+            "1 of 3 ranks: slot 0 is given up, slot 2 is empty",
+        ),
+        (world("member", phase="failed", reason="no engine survived"), "no engine survived"),
+    ],
+)
+def test_trouble_is_what_keeps_cells_from_some_seats(view, text):
+    """Nothing where all are members; the reason where nothing goes on."""
+    assert trouble_of(view) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen"),
+    [
+        (0, (0,)),
+        (2, (2,)),
+        (np.int64(1), (1,)),
+        ([2, 0], (0, 2)),
+        ((1, 1), (1,)),
+        (range(3), (0, 1, 2)),
+        ({2, 1}, (1, 2)),
+        (np.array([0, 2]), (0, 2)),
+        ((rank for rank in (2, 1)), (1, 2)),
+    ],
+)
+def test_a_rank_or_several_are_chosen(ranks, chosen):
+    """In order, each once, as Python's own integers."""
+    found = chosen_ranks(ranks, 3)
+    assert found == chosen
+    assert {type(rank) for rank in found} == {int}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "match"),
+    [
+        (3, r"rank 3 is not in the present world \(ranks 0-2\)"),
+        (-1, "rank -1 is not in"),
+        ([0, 9], "rank 9 is not in"),
+        ([], "chooses no rank"),
+        ("0", "a rank or several, as integers"),
+        (1.0, "a rank or several, as integers"),
+        ([0.5], "a rank or several, as integers"),
+        (None, "a rank or several, as integers"),
+        (True, "chooses no rank"),
+    ],
+)
+def test_what_chooses_no_rank_is_refused(ranks, match):
+    """The message has what was given and what there is."""
+    with pytest.raises(TargetError, match=match):
+        chosen_ranks(ranks, 3)
+
+
+def test_in_an_empty_world_there_is_no_rank_to_choose():
+    """And it is said so."""
+    with pytest.raises(TargetError, match=r"\(no rank\)"):
+        chosen_ranks(0, 0)
