@@ -62,7 +62,8 @@ class ClusterConfig:
             value = getattr(self, name)
             is_integer = isinstance(value, int) and not isinstance(value, bool)
             _check(is_integer, name, value, "an integer")
-        are_integers = all(isinstance(d, int) for d in self.devices)
+        is_tuple = isinstance(self.devices, tuple)
+        are_integers = is_tuple and all(type(d) is int and d >= 0 for d in self.devices)
         _check(are_integers, "devices", self.devices, "GPU numbers, such as [0, 1]")
         _check(self.num_engines >= 1, "num_engines", self.num_engines, "at least 1")
         _check(self.min_world >= 1, "min_world", self.min_world, "at least 1")
@@ -74,7 +75,8 @@ class ClusterConfig:
         )
         for name in ("hang_timeout_s", "start_timeout_s", "replay_limit_s", "lease_s"):
             value = getattr(self, name)
-            is_time = isinstance(value, int | float) and 0 < value < FOREVER_S
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_time = is_number and 0 < value < FOREVER_S
             _check(is_time, name, value, "more than 0 seconds, and finite")
         _check(
             self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, "auto, gloo or nccl"

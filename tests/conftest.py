@@ -1,4 +1,4 @@
-"""For all tests: a runtime folder of this session's own, and a look at its end for what is left in it."""
+"""For all tests: a runtime folder of this session's own, at whose end nothing may be left in it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.processes import end_processes, processes_by_rundir
+
 GONE_LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_folder():
-    """No cluster outside this session is seen or touched, and none of this session's outlives it."""
-    from nbdist.processes import end_processes, processes_by_rundir
-
+    """No cluster outside this session is seen or touched, and none of its own outlives it."""
     folder = Path(tempfile.mkdtemp(prefix="nbd-", dir="/tmp"))  # short: it holds sockets
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))

@@ -125,13 +125,44 @@ def _parts(value: Any) -> tuple[str, list[bytes]]:  # noqa: PLR0911 - one return
         return kind, _state(dict(value.named_parameters()) or value.state_dict())
     if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
         return "optimizer", _state(value.state_dict())
-    if isinstance(value, _PLAIN):
-        return type(value).__name__, [repr(value).encode()]
     if isinstance(value, types.ModuleType):
         return "import", [value.__name__.encode()]
     if isinstance(value, types.FunctionType):
         return "function", _code(value.__code__)
-    return type(value).__name__, [values.pack(to_cpu(value))]
+    if isinstance(value, type):
+        return "class", _class(value)
+    return type(value).__name__, _data(value)
+
+
+def _data(value: Any) -> list[bytes]:
+    """What a plain value, a container or any other object holds."""
+    if isinstance(value, _PLAIN):
+        return [repr(value).encode()]
+    if isinstance(value, list | tuple):
+        if all(isinstance(item, _PLAIN) for item in value):  # a corpus of tokens: in one go
+            return [repr(value).encode()]
+        return [part for item in value for part in _nested(item)]
+    if isinstance(value, dict):
+        return [part for k, v in value.items() for part in (*_nested(k), *_nested(v))]
+    if type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
+        return [*_class(type(value)), *_nested(vars(value))]
+    return [values.pack(to_cpu(value))]
+
+
+def _nested(value: Any) -> list[bytes]:
+    """A value inside another one: its kind and parts."""
+    kind, parts = _parts(value)
+    return [kind.encode(), *parts]
+
+
+def _class(cls: type) -> list[bytes]:
+    """A class by its name, and where a cell made it by what it holds."""
+    parts = [f"{cls.__module__}.{cls.__qualname__}".encode()]
+    if cls.__module__ == "__main__":
+        for name, member in sorted(vars(cls).items()):
+            if not name.startswith("__") or isinstance(member, types.FunctionType):
+                parts += [name.encode(), *_nested(member)]
+    return parts
 
 
 def _state(state: Any, key: str = "") -> list[bytes]:

@@ -48,15 +48,22 @@ def parse_address(blob: bytes) -> Address:
 
     That is: u64 n, host name; u64 n, sockaddr_storage and more; pair ids.
     """
+    try:
+        return _parse(blob)
+    except (struct.error, OverflowError, ValueError) as error:
+        raise NotExact(f"not an address: {blob[:48]!r}") from error
+
+
+def _parse(blob: bytes) -> Address:
     (name_length,) = struct.unpack_from("<Q", blob, 0)
     (length,) = struct.unpack_from("<Q", blob, 8 + name_length)
     address = blob[16 + name_length : 16 + name_length + length]
     if len(address) < 24:
-        raise NotExact(f"not an address: {blob[:48]!r}")
+        raise ValueError("too short")
     (family,) = struct.unpack_from("=H", address, 0)
     (port,) = struct.unpack_from(">H", address, 2)
     if family not in (socket.AF_INET, socket.AF_INET6) or port == 0:
-        raise NotExact(f"not an address: {blob[:48]!r}")
+        raise ValueError("no IP address")
     raw = address[4:8] if family == socket.AF_INET else address[8:24]
     return socket.inet_ntop(family, raw), port
 

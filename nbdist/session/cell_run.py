@@ -87,6 +87,7 @@ class CellRun:
         if rank not in self.outputs or self.membership.members[rank].pid != notice.pid:
             return
         with self.changed:
+            self._idle.add(rank)  # what it has not published yet never comes
             if self.outputs[rank].state == "running":
                 self.is_dirty = True
                 self.outputs[rank].state = "died"
@@ -100,7 +101,7 @@ class CellRun:
                     guess=notice.guess,
                     last_lines=notice.last_lines,
                 )
-                self.changed.notify_all()
+            self.changed.notify_all()
 
     def on_unreachable(self, rank: int) -> None:
         """ipyparallel's client does not know the engine."""
@@ -110,7 +111,7 @@ class CellRun:
     def on_world_gone(self, reason: str, ranks: tuple[int, ...] | None = None) -> None:
         """No reply will come from ranks (None: all) that have not ended."""
         with self.changed:
-            for rank in self.running if ranks is None else ranks:
+            for rank in self.ranks if ranks is None else ranks:
                 if self.outputs[rank].state == "running":
                     self.outputs[rank].state = "error"
                     self.errors[rank] = RankError(rank, "RecoveryFailed", reason, [reason])

@@ -198,7 +198,7 @@ class Link:
         """Never waits: what a broken connection does not take is asked again on the next one."""
         try:
             data = wire.encode(request)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             self._refuse(request, f"{type(request.order).__name__} cannot be sent: {error}")
             return
         self._sent.add(request.number)

@@ -25,7 +25,7 @@ def cluster_config(profile: str | None, **given: Any) -> ClusterConfig:
     if profile is not None:
         try:
             settings = dict(tomllib.loads(Path(profile).read_text()).get("nbdist", {}))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"profile={profile!r} cannot be read: {error}") from error
     for name, value in given.items():
         if value is not None:

@@ -81,7 +81,8 @@ def chosen_ranks(ranks: object, world_size: int) -> tuple[int, ...]:
         TargetError: they are no integers, none, or not in a world of this size.
     """
     try:
-        given: Any = [ranks] if hasattr(ranks, "__index__") else ranks
+        given: Any = [ranks] if isinstance(ranks, int) else ranks
+        given = given if hasattr(given, "__iter__") else [given]
         chosen = tuple(sorted({operator.index(rank) for rank in given}))
     except TypeError:
         raise TargetError(f"ranks={ranks!r}: a rank or several, as integers") from None

@@ -81,8 +81,8 @@ class Journal:
         line = self._begun.pop(cell, None)
         if line is None or not succeeded or seconds > self._replay_limit_s:
             return
+        self._keep(line)  # first: a file that is written anew below must hold it
         self._append(Kept(cell=cell))
-        self._keep(line)
 
     def since(self, position: int, slot: Slot) -> tuple[Entry, ...]:
         """Entries for `slot` from `position` on."""

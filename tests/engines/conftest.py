@@ -1,11 +1,13 @@
-"""Real engines for the tests here: clusters that are always shut down, kernels of their own, and a look for leaks.
+"""Real engines: clusters that are always shut down, kernels of their own, and a look for leaks.
 
 Fixtures:
-    four: a cluster of four engines that the tests of a module share. Whatever a test does to it must heal.
+    four: four engines that the tests of a module share. Whatever a test does to them must heal.
     cluster: starts a cluster; shut down when the test ends.
     alone: no cluster runs in this process when the test begins.
     kernel: starts another process with nbdist in it, driven from here.
-    until, background, lose, pids: wait for a condition, call in a thread, kill an engine inside a collective, engines.
+    until, background, lose, heal: wait for a condition, call in a thread, kill an engine inside a
+        collective, wait until its seat is filled again.
+    pids, running: processes of a cluster, by rank and by module.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -29,12 +32,16 @@ import zmq
 import nbdist
 from nbdist.processes import end_processes, processes_by_rundir
 from nbdist.rundir import RunDir, runtime_root
+from nbdist.session import cluster as current_cluster
 
 HEALTHY_S = 6.0
 """Four times the time in which a killed engine's seat is filled again."""
 SPARE_DESCRIPTORS = 4
 """A test may leave this many open: something that Python or a library opened once and keeps."""
 
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # ---- waiting
 
@@ -58,9 +65,25 @@ def until():
 @pytest.fixture
 def background():
     """`background(function, *args)`: call it in a thread of its own; a future."""
-    executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix="test-background")
-    yield executor.submit
-    executor.shutdown(cancel_futures=True)
+    threads = []
+
+    def begin(function, *args, **kwargs):
+        future = Future()
+
+        def run():
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - the future raises it
+                future.set_exception(error)
+
+        threads.append(threading.Thread(target=run, name="test-background", daemon=True))
+        threads[-1].start()
+        return future
+
+    yield begin
+    deadline = time.monotonic() + 10
+    for thread in threads:
+        thread.join(max(0, deadline - time.monotonic()))  # one that goes on is found as a leak
 
 
 # ---- clusters
@@ -70,13 +93,14 @@ def background():
 class Shared:
     """The cluster of four engines that a module's tests share; started anew where one broke it."""
 
+    start: Callable[[], nbdist.Cluster]
     cluster: nbdist.Cluster | None = None
 
     def take(self):
         if self.cluster is not None and not self._is_whole():
             self.close()
         if self.cluster is None:
-            self.cluster = nbdist.start(4)
+            self.cluster = self.start()
         return self.cluster
 
     def close(self):
@@ -87,16 +111,23 @@ class Shared:
     def _is_whole(self):
         try:
             self.cluster.wait_healthy(timeout=15)
+            self.cluster.run("pass", once=True, timeout=5)
         except (nbdist.NbdistError, TimeoutError):
             return False
         return self.cluster.world_size == 4
 
 
 @pytest.fixture(scope="module")
-def shared():
+def start_shared():
+    """Starts the cluster that a module's tests share; a module may do it in its own way."""
+    return lambda: nbdist.start(4)
+
+
+@pytest.fixture(scope="module")
+def shared(start_shared):
     """Holds the module's shared cluster; leaks nothing when the module ends."""
     before = Traces.now()
-    holder = Shared()
+    holder = Shared(start_shared)
     yield holder
     holder.close()
     before.compare("the module's shared cluster")
@@ -115,6 +146,8 @@ def four(shared, leaks):  # noqa: ARG001 - the look at what was there before com
 def alone(shared):
     """No cluster runs in this process when the test begins: there is one in a kernel."""
     shared.close()
+    if current_cluster._current is not None:  # of a test that failed
+        current_cluster._current.shutdown()
 
 
 @pytest.fixture
@@ -154,7 +187,7 @@ class Traces:
             threads=frozenset(threading.enumerate()),
             sockets=len(this.net_connections("all")),
             descriptors=this.num_fds(),
-            shared_memory=frozenset(os.listdir("/dev/shm")),
+            shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),
         )
 
     def left(self):
@@ -201,7 +234,7 @@ def leaks(request, shared):
 
 @pytest.fixture(scope="session", autouse=True)
 def opened_once():
-    """What ipyparallel and zmq open once per process and keep is there before anything is counted."""
+    """What ipyparallel and zmq open once and keep is there before anything is counted."""
     import ipyparallel  # noqa: F401, PLC0415 - it is this late that it may be loaded
 
     zmq.Context.instance().socket(zmq.DEALER).close()
@@ -229,6 +262,26 @@ def _is_orphan(name):
 # ---- engines and their deaths
 
 
+def module_of(process):
+    """The module that one of a cluster's processes runs, forked children too: `python -m MODULE
+    …`."""
+    words = process.cmdline()
+    return words[words.index("-m") + 1] if "-m" in words else ""
+
+
+@pytest.fixture
+def running():
+    """`running(path, module)`: pids of a cluster's processes that run one module, parents before
+    their children."""
+
+    def find(path, module):
+        found = [p for p in processes_by_rundir().get(path, []) if module_of(p) == module]
+        by_age = {p.pid: p for p in sorted(found, key=lambda p: p.create_time())}
+        return sorted(by_age, key=lambda pid: by_age[pid].ppid() in by_age)
+
+    return find
+
+
 @pytest.fixture
 def pids():
     """`pids(cluster)`: rank -> pid."""
@@ -245,6 +298,8 @@ class Loss:
     killed_at: float
     generation: int
     """Before the kill."""
+    world_size: int
+    """Before the kill."""
 
 
 ALL_REDUCE = "dist.all_reduce(torch.ones(1))"
@@ -255,22 +310,26 @@ def lose(background):
     """`lose(cluster, rank)`: kill ranks while the others wait for them in a collective."""
 
     def kill_while_others_wait(
-        engines, *victims, collective=ALL_REDUCE, waiting=None, number=signal.SIGKILL
+        engines,
+        *victims,
+        collective=ALL_REDUCE,
+        waiting=None,
+        number=signal.SIGKILL,
+        is_settled=lambda seat: "waits in" in seat.activity,
     ):
         others = [r for r in range(engines.world_size) if r not in victims]
         waiting = others if waiting is None else waiting
         found = {s.rank: s.pid for s in engines.status()}
-        generation = engines.generation
+        generation, size = engines.generation, engines.world_size
         stay = f"rank in {set(victims)}"
         cell = background(
-            engines.run, f"import time\nwhile {stay}:\n    time.sleep(0.01)\n{collective}"
+            engines.run,
+            "import time\n_begun = time.monotonic()\n"
+            f"while {stay} and time.monotonic() < _begun + 15:\n    time.sleep(0.01)\n{collective}",
         )
         wait_until(
-            lambda: (
-                sum("waits in" in s.activity for s in engines.status() if s.rank in waiting)
-                == len(waiting)
-            ),
-            10,
+            lambda: {s.rank for s in engines.status() if is_settled(s)} >= {*waiting},
+            5,
             lambda: f"ranks {waiting} wait in a collective: {engines.status()}",
         )
         killed_at = time.monotonic()
@@ -278,7 +337,7 @@ def lose(background):
             os.kill(found[victim], number)
         with pytest.raises(nbdist.EngineDied) as caught:
             cell.result(20)
-        return Loss(caught.value, time.monotonic() - killed_at, killed_at, generation)
+        return Loss(caught.value, time.monotonic() - killed_at, killed_at, generation, size)
 
     return kill_while_others_wait
 
@@ -298,23 +357,26 @@ def heal():
 # ---- other kernels
 
 DRIVER = """
-import json, os, sys
-answers = os.fdopen(os.dup(1), "w", buffering=1)
+import json, os, signal, sys
+answers = os.dup(1)
 os.dup2(2, 1)
-names = {}
-while True:
-    try:
-        line = sys.stdin.readline()
-    except KeyboardInterrupt:
-        continue
-    if not line:
-        break
+names, is_busy = {}, False
+def say(**answer):
+    os.write(answers, (json.dumps(answer) + "\\n").encode())
+def interrupted(*_):
+    if is_busy:
+        raise KeyboardInterrupt
+    say(value="interrupted")
+signal.signal(signal.SIGINT, interrupted)
+for line in sys.stdin:
     kind, code = json.loads(line)
+    is_busy = True
     try:
         answer = {"value": exec(code, names) if kind == "do" else eval(code, names)}
     except BaseException as error:
         answer = {"error": type(error).__name__ + ": " + str(error)}
-    answers.write(json.dumps(answer) + "\\n")
+    is_busy = False
+    say(**answer)
 """
 
 
@@ -346,9 +408,21 @@ class Kernel:
         self.folders.add(path)
         return path
 
+    def interrupt(self):
+        """Interrupt its process group while it does nothing, as a notebook's Stop does."""
+        os.killpg(self.pid, signal.SIGINT)
+        assert self._answer("an interrupt") == "interrupted"
+
     def _ask(self, kind, code):
+        self.begin(kind, code)
+        return self._answer(code)
+
+    def begin(self, kind, code):
+        """Like `do` or `ask`, without waiting."""
         self.process.stdin.write(json.dumps([kind, code]) + "\n")
         self.process.stdin.flush()
+
+    def _answer(self, code):
         line = self.process.stdout.readline()
         assert line, f"the kernel ended while it ran {code!r}"
         answer = json.loads(line)
@@ -372,7 +446,8 @@ class Kernel:
 
 @pytest.fixture
 def kernel(leaks):  # noqa: ARG001 - ends before the look for leaks
-    """`kernel(**environment)`: starts a process that runs what it is told, with a session of its own."""
+    """`kernel(**environment)`: starts a process that runs what it is told, with a session of its
+    own."""
     started = []
 
     def start(**environment):

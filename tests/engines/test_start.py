@@ -33,7 +33,8 @@ def import_torch_s():
 
 
 def test_first_cell(cluster):
-    """A first cell with torch answers within a few imports of torch, and a DDP model in it costs little more."""
+    """A first cell with torch answers within a few imports of torch, and a DDP model in it costs
+    little more."""
     before = import_torch_s()
     begun = time.monotonic()
     engines = cluster(4)
@@ -61,14 +62,16 @@ def test_second_start_is_refused(four):
         ({"num_engines": 2, "devices": [0]}, "devices"),
     ],
 )
-def test_settings_that_make_no_sense(settings, text, alone):
+@pytest.mark.usefixtures("alone")
+def test_settings_that_make_no_sense(settings, text):
     """A wrong setting is refused by name and value before anything is started."""
     with pytest.raises(ValueError, match=text):
         nbdist.start(**settings)
 
 
 def test_seats(four):
-    """The table of seats says who sits where: slots and ranks alike, four living processes on this host's CPU."""
+    """The table of seats says who sits where: slots and ranks alike, four living processes on this
+    host's CPU."""
     seats = four.status()
     assert [s.slot for s in seats] == [s.rank for s in seats] == RANKS
     assert {s.state for s in seats} == {"member"}
@@ -82,25 +85,23 @@ def test_seats(four):
 
 def test_names_of_an_engine(four):
     """An engine's namespace has what a distributed cell needs, without an import."""
-    values = four.run(
-        "(torch.__name__, dist.__name__, rank, world_size, local_rank, slot, str(device), generation)"
-    ).values
+    modules = four.run("torch.__name__, dist.__name__").values
+    values = four.run("(rank, world_size, local_rank, slot, str(device), generation)").values
     generation = four.generation
-    assert values == {
-        r: ("torch", "torch.distributed", r, 4, r, r, "cpu", generation) for r in RANKS
-    }
+    assert modules == dict.fromkeys(RANKS, ("torch", "torch.distributed"))
+    assert values == {r: (r, 4, r, r, "cpu", generation) for r in RANKS}
     assert four.run("dist.get_rank(), dist.get_world_size()").values == {r: (r, 4) for r in RANKS}
 
 
 def test_collective(four):
     """The default group is up before the first cell, and right."""
-    assert four.run("t = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)").values == {
-        r: 10 for r in RANKS
-    }
+    values = four.run("t = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)").values
+    assert values == dict.fromkeys(RANKS, 10)
 
 
 def test_timeout_of_groups_is_torchs_own(four):
-    """One rank may prepare data for longer than it takes to form a group: what users see has torch's 30 minutes."""
+    """One rank may prepare data for longer than it takes to form a group: what users see has
+    torch's 30 minutes."""
     minutes = (
         "[g._get_backend(device).options._timeout.total_seconds() for g in (dist.group.WORLD, sub)]"
     )
@@ -113,7 +114,8 @@ def test_timeout_of_groups_is_torchs_own(four):
 
 
 def test_kernel_never_imports_torch(kernel):
-    """nbdist's code in the kernel works without torch: start, cells and plain values load nothing of it."""
+    """nbdist's code in the kernel works without torch: start, cells and plain values load nothing
+    of it."""
     notebook = kernel()
     notebook.start(2)
     notebook.do("import sys; r = c.run('x = rank + 5; x'); pulled = c.pull('x'); c.push(y=3)")
@@ -124,7 +126,7 @@ def test_kernel_never_imports_torch(kernel):
 
 
 def test_torch_threads_in_the_kernel(kernel):
-    """accelerate#2216 and its like: threads of torch in the kernel before the start do not matter."""
+    """accelerate#2216 and its like: threads of torch in the kernel do not matter."""
     notebook = kernel()
     notebook.do("import torch; a = torch.rand(400, 400); total = float((a @ a).sum())")
     notebook.start(2)
@@ -145,7 +147,8 @@ def test_taken_port(cluster):
 
 
 def test_interface_from_the_environment(cluster, monkeypatch):
-    """pytorch PR#26166: neither NCCL's way of excluding an interface nor a strange hostname keeps gloo from loopback."""
+    """pytorch PR#26166: neither NCCL's way of excluding an interface nor a strange hostname keeps
+    gloo from loopback."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
     monkeypatch.setenv("HOSTNAME", "no-such-host.invalid")
     engines = cluster(2)
@@ -176,7 +179,8 @@ def test_other_python_on_the_path(cluster, monkeypatch, tmp_path):
 
 
 def test_surroundings(cluster, monkeypatch, tmp_path):
-    """Engines share the kernel's folder, variables and module path, newcomers too, also where they changed since."""
+    """Engines share the kernel's folder, variables and module path, newcomers too, also where they
+    changed since."""
     (tmp_path / "beside.py").write_text("answer = 42\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -191,7 +195,8 @@ def test_surroundings(cluster, monkeypatch, tmp_path):
 
 
 def test_without_fork(cluster, monkeypatch):
-    """Where the zygote must not fork, engines start as fresh processes, it is said why, and a seat is refilled alike."""
+    """Where the zygote must not fork, engines start as fresh processes, it is said why, and a seat
+    is refilled alike."""
     monkeypatch.setenv("NBDIST_NO_FORK", "1")
     engines = cluster(2)
     assert any("NBDIST_NO_FORK" in text for text in engines.warnings), engines.warnings
@@ -204,8 +209,10 @@ def test_without_fork(cluster, monkeypatch):
     assert [i.cause for i in engines.incidents if i.kind == "lost"] == ["user"]
 
 
-def test_start_that_fails(alone):
-    """A start that comes to nothing says which part did not come up, shows its log, and leaves nothing behind."""
+@pytest.mark.usefixtures("alone")
+def test_start_that_fails():
+    """A start that comes to nothing says which part did not come up, shows its log, and leaves
+    nothing behind."""
     with pytest.raises(nbdist.StartFailed) as failed:
         nbdist.start(2, start_timeout_s=0.01, max_restarts=1)
     assert "slot" in str(failed.value)
@@ -213,8 +220,10 @@ def test_start_that_fails(alone):
         nbdist.session.cluster.current()
 
 
-def test_context_manager(alone):
-    """Leaving the `with` block shuts the cluster down; using it afterwards says that it is shut down."""
+@pytest.mark.usefixtures("alone")
+def test_context_manager():
+    """Leaving the `with` block shuts the cluster down; using it afterwards says that it is shut
+    down."""
     with nbdist.start(1) as engines:
         assert engines.run("rank").values == {0: 0}
     with pytest.raises(nbdist.NotStarted):

@@ -90,6 +90,12 @@ def test_names_are_those_that_the_user_made():
         (torch.tensor(0.0), torch.tensor(-0.0)),
         (torch.zeros(0), torch.zeros(0, 2)),
         ([torch.zeros(2)], [torch.ones(2)]),
+        ([torch.zeros(2), torch.ones(2)], [torch.ones(2), torch.zeros(2)]),
+        ([[1], 2], [[1, 2]]),
+        ([[], []], [[[]]]),
+        ({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}),
+        ((1, (2,)), (1, 2)),
+        ([], {}),
         (linear(0), linear(1)),
         (linear(0), wrapped(linear(0))),
         (trained(steps=1)[1], trained(steps=2)[1]),
@@ -100,28 +106,38 @@ def test_different_values_have_different_digests(first, second):
     assert fingerprint(first) != fingerprint(second) != ""
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: 7,
-        lambda: float("nan"),
-        lambda: "text",
-        lambda: [1, {"a": (2.5, None)}],
-        lambda: math,
-        lambda: torch.arange(6).reshape(2, 3),
-        lambda: torch.tensor(True),
-        lambda: torch.ones(3, dtype=torch.bfloat16),
-        lambda: torch.zeros(0),
-        lambda: {"w": torch.ones(2, requires_grad=True) * 2},
-        linear,
-        lambda: torch.nn.Sequential(linear(), torch.nn.BatchNorm1d(3)),
-        torch.nn.ReLU,
-        lambda: trained()[1],
-        lambda: torch.optim.lr_scheduler.StepLR(trained()[1], 3),
-        lambda: made("def f(x):\n    return [y + 1 for y in x]"),
-        lambda: made("class f:\n    x = 1"),
-    ],
-)
+MAKERS = {
+    "an integer": lambda: 7,
+    "not a number": lambda: float("nan"),
+    "a text": lambda: "text",
+    "a list": lambda: [1, {"a": (2.5, None)}],
+    "a module of Python": lambda: math,
+    "a tensor": lambda: torch.arange(6).reshape(2, 3),
+    "a scalar tensor": lambda: torch.tensor(True),
+    "a tensor of bfloat16": lambda: torch.ones(3, dtype=torch.bfloat16),
+    "an empty tensor": lambda: torch.zeros(0),
+    "a list of tensors": lambda: [torch.ones(2), (torch.zeros(1),)],
+    "a dict of tensors": lambda: {"w": torch.ones(2, requires_grad=True) * 2},
+    "a model": linear,
+    "a model with buffers": lambda: torch.nn.Sequential(linear(), torch.nn.BatchNorm1d(3)),
+    "a model without parameters": torch.nn.ReLU,
+    "an optimizer": lambda: trained()[1],
+    "a scheduler": lambda: torch.optim.lr_scheduler.StepLR(trained()[1], 3),
+    "a function": lambda: made("def f(x):\n    return [y + 1 for y in x]"),
+    "a class of a cell": lambda: made("class f:\n    x = 1"),
+    "a data set": lambda: torch.utils.data.TensorDataset(torch.arange(3)),
+    "a namespace of tensors": lambda: types.SimpleNamespace(w=torch.ones(2)),
+    "a data class": lambda: made(
+        "import dataclasses\n@dataclasses.dataclass\nclass f:\n    x: int = 1"
+    ),
+    "a class of modules": lambda: made(
+        "import torch\nclass f(torch.nn.Module):\n    @property\n    def p(self):\n        return 1"
+    ),
+    "an object of a cell's class": lambda: made("class C:\n    x = 1\nf = C()"),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_equal_values_have_equal_digests(make):
     """Made twice, as on two engines."""
     assert fingerprint(make()) == fingerprint(make()) != ""
@@ -186,6 +202,28 @@ def test_a_function_is_compared_by_its_code():
         "def f(x):\n    return lambda: x + 2",
     ]
     assert len({fingerprint(made(source)) for source in sources}) == len(sources)
+
+
+def test_a_class_of_a_cell_is_compared_by_what_it_holds():
+    """Another value, method or name makes another one; so for its objects."""
+    sources = [
+        "class C:\n    x = 1",
+        "class C:\n    x = 2",
+        "class C:\n    y = 1",
+        "class C:\n    def x(self):\n        return 1",
+        "class C:\n    def x(self):\n        return 2",
+    ]
+    assert len({fingerprint(made(source, "C")) for source in sources}) == len(sources)
+    objects = [made(f"{source}\nf = C()\nf.a = 1") for source in sources]
+    objects.append(made(f"{sources[0]}\nf = C()\nf.a = 2"))
+    assert len(set(map(fingerprint, objects))) == len(objects)
+
+
+def test_a_value_that_holds_itself_is_no_error():
+    """It has a digest or none."""
+    value = []
+    value.append(value)
+    assert isinstance(fingerprint(value), str)
 
 
 class Grumpy:

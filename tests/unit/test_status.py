@@ -8,7 +8,13 @@ import pytest
 from nbdist.errors import TargetError
 from nbdist.protocol.orders import SeatView, WorldView
 from nbdist.protocol.topology import EMPTY, Member, Membership
-from nbdist.session.status import chosen_ranks, rank_status, trouble_of, why_unhealthy
+from nbdist.session.status import (
+    check_cell,
+    chosen_ranks,
+    rank_status,
+    trouble_of,
+    why_unhealthy,
+)
 
 
 def seat(slot=0, state="member", **more):
@@ -152,3 +158,23 @@ def test_in_an_empty_world_there_is_no_rank_to_choose():
     """And it is said so."""
     with pytest.raises(TargetError, match=r"\(no rank\)"):
         chosen_ranks(0, 0)
+
+
+@pytest.mark.parametrize("timeout", [None, 1, 0.5])
+def test_a_cell_is_text_and_its_limit_seconds(timeout):
+    """Or no limit."""
+    check_cell("f()", timeout)
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout", "match"),
+    [
+        (None, None, "code=None"),
+        (b"f()", None, r"code=b'f\(\)'.*text"),
+        ("f()", "5", "timeout='5': seconds, or None for no limit"),
+    ],
+)
+def test_what_is_no_cell_or_no_limit_is_named(code, timeout, match):
+    """Before anything is sent."""
+    with pytest.raises(TypeError, match=match):
+        check_cell(code, timeout)

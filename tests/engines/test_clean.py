@@ -1,0 +1,101 @@
+"""`nbdist ps` and `nbdist clean` on real clusters: leftovers go, everything else stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nbdist.cli import main
+from nbdist.processes import processes_by_rundir
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """A stranger's process with a name that clean-ups by name go for."""
+    script = tmp_path / "worker.py"
+    script.write_text("import sys, time\nprint('up', flush=True)\ntime.sleep(120)\n")
+    process = subprocess.Popen(
+        [sys.executable, str(script), "nbdist.engine", "ipengine"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "up\n"
+    yield process
+    process.kill()
+    process.wait(5)
+    process.stdout.close()
+
+
+def listed(capsys):
+    capsys.readouterr()
+    assert main(["ps", "--json"]) == 0
+    return {c["id"]: c for c in json.loads(capsys.readouterr().out)}
+
+
+def test_strangers_survive(cluster, worker, capsys):
+    """nbdistributed: a foreign `worker.py` survives a shutdown, a clean-up, and another cluster's
+    end."""
+    engines = cluster(2)
+    assert main(["clean"]) == 0
+    assert "alive" in capsys.readouterr().out
+    assert engines.run("rank").values == {0: 0, 1: 1}
+    engines.shutdown()
+    assert main(["clean"]) == 0
+    assert worker.poll() is None
+
+
+def test_list(cluster, kernel, capsys):
+    """`nbdist ps` lists this user's clusters with owner, supervisor and processes; a clean-up
+    leaves living ones alone."""
+    notebook = kernel()
+    path = notebook.start(1)
+    engines = cluster(1)
+    found = listed(capsys)
+    assert set(found) == {path.name, engines.id}
+    assert found[path.name]["owner_pid"] == notebook.pid
+    assert found[engines.id]["owner_pid"] == os.getpid()
+    assert found[engines.id]["supervisor_pid"] == engines._link._supervisor.pid
+    assert {c["state"] for c in found.values()} == {"owned"}
+    assert engines.status()[0].pid in found[engines.id]["pids"]
+    assert main(["clean"]) == 0
+    assert set(listed(capsys)) == {path.name, engines.id}
+    assert notebook.ask("c.run('rank').values") == {"0": 0}
+
+
+def test_leftovers_are_ended(kernel, worker, capsys):
+    """A cluster whose kernel and supervisor were killed is ended by `nbdist clean` at once; its
+    folder goes too."""
+    notebook, other = kernel(), kernel()
+    path, kept = notebook.start(2), other.start(1)
+    supervisor = listed(capsys)[path.name]["supervisor_pid"]
+    os.kill(notebook.pid, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
+    notebook.process.wait(5)
+    assert listed(capsys)[path.name]["state"] == "left over"
+    assert main(["clean"]) == 0
+    assert path not in processes_by_rundir()
+    assert not path.exists()
+    assert list(listed(capsys)) == [kept.name]
+    assert other.ask("c.run('rank').values") == {"0": 0}
+    assert worker.poll() is None
+
+
+def test_start_beside_leftovers(kernel, cluster):
+    """A start while leftovers of another kernel are still there is not disturbed by them, nor they
+    by it."""
+    notebook = kernel()
+    path = notebook.start(1)
+    supervisor = notebook.ask("c._link._supervisor.pid")
+    os.kill(notebook.pid, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
+    notebook.process.wait(5)
+    engines = cluster(1)
+    assert engines.run("rank").values == {0: 0}
+    engines.shutdown()
+    assert processes_by_rundir().get(path)
+    assert main(["clean"]) == 0

@@ -1,0 +1,258 @@
+"""The magics on real engines: in a shell of this process, and in a notebook that nbclient runs."""
+
+from __future__ import annotations
+
+import re
+
+import nbclient
+import nbformat
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
+
+import nbdist
+from nbdist.processes import processes_by_rundir
+from nbdist.session.cluster import current
+
+
+@pytest.fixture(scope="module")
+def ipython():
+    """One shell for this module, with the magics loaded."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell = InteractiveShell.instance(config=config)
+    shell.run_line_magic("load_ext", "nbdist")
+    yield shell
+    shell.run_line_magic("unload_ext", "nbdist")
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def cell(ipython):
+    """`cell(text)`: run a cell as a user would; what it showed. Raises what it raised."""
+
+    def run(text):
+        with capture_output() as captured:
+            result = ipython.run_cell(text)
+        result.raise_error()
+        shown = [o.data.get("text/plain", "") for o in captured.outputs]
+        return captured.stdout + "".join(f"{text}\n" for text in shown)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def start_shared(ipython):
+    """The cluster that these tests share is started by the magic."""
+
+    def start():
+        with capture_output():
+            ipython.run_cell("%dist_init -n 4").raise_error()
+        return current()
+
+    return start
+
+
+def table(text):
+    """Rows of a printed table, as lists of words."""
+    return [line.split() for line in text.splitlines() if line and line[0].isdigit()]
+
+
+@pytest.mark.usefixtures("alone")
+def test_init(cell):
+    """`%dist_init` starts the engines and lists them; a second one changes nothing;
+    `%dist_shutdown` ends them."""
+    text = cell("%dist_init -n 2 -v")
+    assert text.split("\n")[0].split() == ["rank", "slot", "device", "host", "pid"]
+    engines = current()
+    assert [row[:3] for row in table(text)] == [["0", "0", "cpu"], ["1", "1", "cpu"]]
+    assert [int(row[-1]) for row in table(text)] == [s.pid for s in engines.status()]
+    assert "Already running" in cell("%dist_init -n 4")
+    assert current() is engines
+    assert engines.world_size == 2
+    path = engines._rundir.path
+    assert "ended" in cell("%dist_shutdown")
+    assert path not in processes_by_rundir()
+    with pytest.raises(nbdist.NotStarted, match="dist_init"):
+        cell("%%distributed\nrank")
+    assert "No cluster" in cell("%dist_reset")
+
+
+@pytest.mark.usefixtures("alone")
+def test_kill_of_all(cell):
+    """After the loss of all engines the notebook is usable: `%dist_reset` and `%dist_init` start
+    anew."""
+    cell("%dist_init -n 2")
+    cell("%dist_kill all")
+    with pytest.raises(nbdist.RecoveryFailed, match="dist_reset"):
+        current().wait_healthy(timeout=10)
+    with pytest.raises(nbdist.RecoveryFailed, match="dist_reset"):
+        cell("%%distributed\nrank")
+    cell("%dist_reset")
+    cell("%dist_init -n 2")
+    assert cell("%%distributed\nrank + world_size") == "[rank 0]\n2\n[rank 1]\n3\n"
+    cell("%dist_reset")
+
+
+@pytest.mark.usefixtures("four")
+def test_cells(cell, ipython):
+    """`%%distributed` and `%%rank[…]` run a cell and show its output by rank, equal output once."""
+    folded = "[ranks 0-1]\nsame\n0\n[ranks 2-3]\nsame\n1\n"
+    assert cell("%%distributed\nprint('same')\nrank // 2") == folded
+    assert cell("%%rank[0,2]\nprint(rank * 10)") == "[rank 0]\n0\n[rank 2]\n20\n"
+    assert cell("%%rank[!1]\nrank > 5") == "[ranks 0,2-3]\nFalse\n"
+    assert cell("%%distributed -r 1-2 -o got\nx = rank; x") == "[rank 1]\n1\n[rank 2]\n2\n"
+    assert ipython.user_ns["got"].values == {1: 1, 2: 2}
+    assert cell("%%distributed\ny = rank") == ""
+    with pytest.raises(nbdist.TargetError, match="7"):
+        cell("%%rank[7]\nrank")
+    with pytest.raises(SyntaxError):
+        cell("%%distributed\nx ===== 1")
+    assert "Barrier passed" in cell("%sync")
+
+
+@pytest.mark.usefixtures("four")
+def test_ipython_syntax(cell):
+    """Shell lines, magics and `await` work inside a distributed cell."""
+    assert cell("%%distributed\n!echo hello") == "[ranks 0-3]\nhello\n"
+    assert "Wall time" in cell("%%distributed -r 0\n%time 1 + 1")
+    assert cell("%%distributed\nimport asyncio\nawait asyncio.sleep(0, 5)") == "[ranks 0-3]\n5\n"
+
+
+@pytest.mark.usefixtures("four")
+def test_failing_cell(cell, ipython):
+    """A cell that fails on one rank fails with that engine's own traceback, and the next one
+    works."""
+    with pytest.raises(nbdist.CellFailed):
+        cell("%%distributed\nif rank == 1:\n    1 / 0\ndist.barrier()")
+    with capture_output() as captured:
+        ipython.run_cell("%%distributed\nif rank == 1:\n    1 / 0  # here\ndist.barrier()")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", captured.stdout + captured.stderr)
+    assert "1 / 0  # here" in shown
+    assert "ZeroDivisionError" in shown
+    assert "On rank 1" in shown
+    assert "rank 0 was released from barrier" in shown
+    assert "session/cells.py" not in shown
+    assert cell("%%distributed\nworld_size") == "[ranks 0-3]\n4\n"
+
+
+@pytest.mark.usefixtures("four")
+def test_push_and_pull(cell, ipython):
+    """Values go to the engines and come back; a name of the notebook is not overwritten unless
+    asked."""
+    ipython.user_ns["lr"] = 0.5
+    assert "lr" in cell("%dist_push lr")
+    assert cell("%%distributed\nlr") == "[ranks 0-3]\n0.5\n"
+    cell("%%distributed\nz = rank + 1")
+    cell("%dist_pull z")
+    assert ipython.user_ns["z"] == {0: 1, 1: 2, 2: 3, 3: 4}
+    with pytest.raises(UsageError, match="-f"):
+        cell("%dist_pull z")
+    cell("%dist_pull z -r 2 -f")
+    assert ipython.user_ns["z"] == 3
+    with pytest.raises(UsageError, match="no_such"):
+        cell("%dist_push no_such")
+
+
+def test_kill_status_and_scale(four, cell):
+    """`%dist_kill` takes an engine down; `%dist_status` shows that it came back; `%dist_scale`
+    changes the world."""
+    cell("%%distributed\nx = rank * 11")
+    generation = four.generation
+    assert "Sent KILL to rank 1" in cell("%dist_kill 1")
+    four.wait_healthy(after=generation)
+    text = cell("%dist_status")
+    assert [(row[0], row[1], row[2]) for row in table(text)] == [
+        (str(r), str(r), "member") for r in range(4)
+    ]
+    assert "1 lost" in text
+    assert "1 joined" in text
+    assert cell("%%distributed\nx") == "".join(f"[rank {r}]\n{11 * r}\n" for r in range(4))
+    assert "ranks 0-1" in cell("%dist_scale 2")
+    assert four.world_size == 2
+    assert "ranks 0-3" in cell("%dist_scale 4")
+
+
+def test_unload(four, ipython, cell):
+    """Taking the magics away leaves the cluster running, and loading them again finds it."""
+    ipython.run_line_magic("unload_ext", "nbdist")
+    try:
+        assert ipython.find_cell_magic("distributed") is None
+        assert four.run("rank").values == {0: 0, 1: 1, 2: 2, 3: 3}
+    finally:
+        ipython.run_line_magic("load_ext", "nbdist")
+    assert cell("%%rank[0]\nrank") == "[rank 0]\n0\n"
+
+
+NOTEBOOK = [
+    "%load_ext nbdist\n%dist_init -n 2",
+    "%%distributed\nimport time\nprint('hello from', rank)\ntime.sleep(0.3)\n"
+    "print('bye')\nworld_size",
+    "%%rank[1]\nx = torch.ones(2) * rank\nx",
+    "%dist_pull x -r 1\nx.tolist()",
+    "%%distributed\nif rank == 1:\n    raise ValueError('on purpose')\ndist.barrier()",
+    "from nbdist.session.cluster import current\ngeneration = current().generation\n%dist_kill 0",
+    "current().wait_healthy(after=generation)",
+    "%%distributed\nt = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)",
+    "%%distributed -r 0\nimport os\nprint('last words', flush=True)\nos.kill(os.getpid(), 9)",
+    "%dist_shutdown",
+]
+
+
+@pytest.fixture(scope="module")
+def executed():
+    """Cells of a notebook after nbclient has run them, headless."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in NOTEBOOK])
+    nbclient.NotebookClient(
+        notebook, timeout=60, kernel_name="python3", allow_errors=True
+    ).execute()
+    return notebook.cells
+
+
+def text_of(cell):
+    """What a cell shows, as text without colours."""
+    parts = []
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            parts.append(output.text)
+        elif output.output_type == "error":
+            parts.append("\n".join(output.traceback))
+        else:
+            parts.append(output.data["text/plain"] + "\n")
+    return re.sub(r"\x1b\[[0-9;]*m", "", "".join(parts))
+
+
+@pytest.mark.usefixtures("alone")
+def test_headless_notebook(executed):
+    """In a notebook without a front end each cell has one display, in rank order, folded; failures
+    are errors."""
+    texts = [text_of(cell) for cell in executed]
+    assert [row[:3] for row in table(texts[0])] == [["0", "0", "cpu"], ["1", "1", "cpu"]]
+    assert texts[1] == "[rank 0]\nhello from 0\nbye\n2\n[rank 1]\nhello from 1\nbye\n2\n"
+    assert len(executed[1].outputs) == 1
+    assert texts[2] == "[rank 1]\ntensor([1., 1.])\n"
+    assert texts[3].endswith("[1.0, 1.0]\n")
+    assert "Sent KILL to rank 0" in texts[5]
+    assert texts[7] == "[ranks 0-1]\n3\n"
+    assert texts[9] == "The cluster has ended.\n"
+    fails = [i for i, c in enumerate(executed) if any(o.output_type == "error" for o in c.outputs)]
+    assert fails == [4, 8]
+
+
+@pytest.mark.usefixtures("alone")
+def test_headless_failures(executed):
+    """There the cause leads, and the engine's traceback or last words are shown, and none of the
+    kernel's frames."""
+    raised, died = text_of(executed[4]), text_of(executed[8])
+    assert "ValueError: on purpose" in raised
+    assert "raise ValueError('on purpose')" in raised
+    assert "released from barrier" in raised
+    assert "SIGKILL" in died
+    assert "last words" in died
+    assert "session/cells.py" not in raised + died
+    assert {o.ename for i in (4, 8) for o in executed[i].outputs if o.output_type == "error"} == {
+        "CellFailed",
+        "EngineDied",
+    }
