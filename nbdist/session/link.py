@@ -252,6 +252,7 @@ class Link:
                 self._notice(notice.body)
             with self._lock:
                 _, future = self._pending.pop(notice.number, (None, None))
+            self._sent.discard(notice.number)
             if future is not None:
                 _resolve(future, notice.body)
 
