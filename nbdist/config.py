@@ -73,6 +73,10 @@ class ClusterConfig:
         _check(
             self.threads_per_engine >= 0, "threads_per_engine", self.threads_per_engine, "0 or more"
         )
+        for name in ("backend", "policy", "launcher"):
+            value = getattr(self, name)
+            _check(isinstance(value, str), name, value, "one of its names, a string")
+        _check(isinstance(self.keep, bool), "keep", self.keep, "True or False")
         for name in ("hang_timeout_s", "start_timeout_s", "replay_limit_s", "lease_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

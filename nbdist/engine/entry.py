@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from nbdist.engine import rebind
 from nbdist.engine.agent import Agent
+from nbdist.engine.digests import fingerprint
 from nbdist.engine.group import Groups
 from nbdist.engine.kernel import CellKernel
 from nbdist.engine.namespace import (
     OURS,
-    fingerprint,
     pack_names,
     take_names,
     to_cpu,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.engine.digests import fingerprint
 from nbdist.engine.namespace import (
     OURS,
-    fingerprint,
     pack_names,
     take_names,
     to_cpu,
@@ -92,6 +92,7 @@ def test_names_are_those_that_the_user_made():
         ([torch.zeros(2)], [torch.ones(2)]),
         ([torch.zeros(2), torch.ones(2)], [torch.ones(2), torch.zeros(2)]),
         ([[1], 2], [[1, 2]]),
+        ([[torch.zeros(1)], torch.ones(1)], [[torch.zeros(1), torch.ones(1)]]),
         ([[], []], [[[]]]),
         ({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}),
         ((1, (2,)), (1, 2)),
