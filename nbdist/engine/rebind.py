@@ -48,6 +48,8 @@ def attach_all() -> None:
         # A new reducer has seen no backward: what a static graph does in its first is due again.
         state["_static_graph_delay_allreduce_enqueued"] = False
         state["_has_rebuilt_buckets"] = state["_lazy_init_ran"] = False
+        # Whether a forward exchanges buffers follows from the one before, which differs by rank.
+        state["require_forward_param_sync"] = True
         model.__setstate__(state)
         for hook, hook_state in hooks:
             model.register_comm_hook(hook_state, hook)

@@ -258,6 +258,8 @@ class Link:
 
     def _watch(self, now: float) -> None:
         """Replace a supervisor that has ended, or that answers nothing."""
+        if self._is_ending and (self._supervisor is None or self._supervisor.poll() is not None):
+            self._end_unanswered()
         if self._is_closing or self._is_ending or self._supervisor is None:
             return
         has_ended = self._supervisor.poll() is not None
@@ -275,6 +277,14 @@ class Link:
             return
         self._num_replacements += 1
         self._start_supervisor()
+
+    def _end_unanswered(self) -> None:
+        """The supervisor's last answer may be lost as it closes its sockets; its end says as much.
+
+        The folder's end, where it is not this kernel's child.
+        """
+        if self._supervisor is not None or not self._rundir.path.exists():
+            self._fail_pending(WrongState("the cluster is shut down"))
 
     def _fail_pending(self, error: NbdistError) -> None:
         with self._lock:
