@@ -36,6 +36,8 @@ from nbdist.session import cluster as current_cluster
 
 HEALTHY_S = 6.0
 """Four times the time in which a killed engine's seat is filled again."""
+SHUTDOWN_S = 6.0
+"""A good deal more than the shutdown of a few engines takes."""
 SPARE_DESCRIPTORS = 4
 """A test may leave this many open: something that Python or a library opened once and keeps."""
 
@@ -89,6 +91,14 @@ def background():
 # ---- clusters
 
 
+def shut_down(engines):
+    """End a cluster, as fast as a user may expect it."""
+    begun = time.monotonic()
+    engines.shutdown()
+    seconds = time.monotonic() - begun
+    assert seconds < SHUTDOWN_S, f"shutting down took {seconds:.1f} s"
+
+
 @dataclass
 class Shared:
     """The cluster of four engines that a module's tests share; started anew where one broke it."""
@@ -105,7 +115,7 @@ class Shared:
 
     def close(self):
         if self.cluster is not None:
-            self.cluster.shutdown()
+            shut_down(self.cluster)
         self.cluster = None
 
     def _is_whole(self):
@@ -157,7 +167,7 @@ def cluster(alone, leaks):  # noqa: ARG001 - shuts down before the look for leak
 
         def start(num_engines, **settings):
             started = nbdist.start(num_engines, **settings)
-            stack.callback(started.shutdown)
+            stack.callback(shut_down, started)
             return started
 
         yield start

@@ -174,20 +174,17 @@ def test_long_cells_are_not_replayed(cluster):
     assert "made_in" in engines.status()[1].not_restored
 
 
-def test_replayed_cell_that_fails(cluster, tmp_path):
+def test_replayed_cell_that_fails(four, refill, tmp_path):
     """A cell that succeeded once and fails in the replay is named for the newcomer; the later ones
     are replayed."""
-    engines = cluster(2)
     flag = tmp_path / "there"
     flag.touch()
-    engines.run(f"text = open({str(flag)!r}).read(); from_file = rank")
-    engines.run("after = rank + 1")
+    four.run(f"text = open({str(flag)!r}).read(); from_file = rank")
+    four.run("after = rank + 1")
     flag.unlink()
-    generation = engines.generation
-    engines.kill(1)
-    engines.wait_healthy(after=generation)
-    assert engines.pull("after") == {0: 1, 1: 2}
-    assert any("FileNotFoundError" in k + v for k, v in engines.status()[1].not_restored.items())
+    missing = refill()
+    assert four.pull("after") == {r: r + 1 for r in RANKS}
+    assert any("FileNotFoundError" in k + v for k, v in missing.items())
 
 
 def test_only_survivor(cluster):

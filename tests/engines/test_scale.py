@@ -1,5 +1,4 @@
-"""The world grows and shrinks on purpose: who keeps what, who is where, and that it can be done
-again and again."""
+"""The world grows and shrinks on purpose: who keeps what, who is where, and again and again."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import pytest
 import nbdist
 
 SUM = "t = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)"
-TOTAL = {1: 1, 2: 3, 3: 6, 4: 10}
+TOTAL = {1: 1, 2: 3, 3: 6, 4: 10, 5: 15}
 
 
 def check_world(engines, size):
@@ -20,93 +19,100 @@ def check_world(engines, size):
     }
 
 
-def test_down_and_up(cluster, pids):
+def test_down_and_up(four, pids):
     """pytorch#91943, #111646: those who stay keep process and variables; those who come have what
     all others have."""
-    engines = cluster(4)
-    engines.run("x = rank * 11; born_in = world_size")
-    engines.push(lr=0.5)
-    before = pids(engines)
-    engines.scale(2)
-    check_world(engines, 2)
-    assert pids(engines) == {r: before[r] for r in (0, 1)}
-    assert engines.pull("x") == {0: 0, 1: 11}
+    known, before = len(four.incidents), pids(four)
+    four.run("x = rank * 11")
+    four.push(lr=0.5)
+    four.scale(2)
+    check_world(four, 2)
+    assert pids(four) == {r: before[r] for r in (0, 1)}
+    assert four.pull("x") == {0: 0, 1: 11}
+    for use in (lambda: four.run("rank", ranks=[3]), lambda: four.pull("x", ranks=2)):
+        with pytest.raises(nbdist.TargetError, match="0-1"):
+            use()
     with pytest.raises(nbdist.TargetError, match="0-1"):
-        engines.run("rank", ranks=[3])
-    engines.run("while_two = rank + 100")
-    engines.scale(4)
-    check_world(engines, 4)
-    assert {r: p for r, p in pids(engines).items() if r < 2} == {r: before[r] for r in (0, 1)}
-    assert engines.pull("x") == {r: 11 * r for r in range(4)}
-    assert engines.pull("while_two") == {r: 100 + r for r in range(4)}
-    assert engines.pull("lr") == dict.fromkeys(range(4), 0.5)
-    kinds = {i.kind for i in engines.incidents}
-    assert "lost" not in kinds
+        four.kill(3)
+    four.run("while_two = rank + 100")
+    four.scale(4)
+    check_world(four, 4)
+    assert {r: p for r, p in pids(four).items() if r < 2} == {r: before[r] for r in (0, 1)}
+    assert four.pull("x") == {r: 11 * r for r in range(4)}
+    assert four.pull("while_two") == {r: 100 + r for r in range(4)}
+    assert four.pull("lr") == dict.fromkeys(range(4), 0.5)
+    assert "lost" not in {i.kind for i in four.incidents[known:]}
 
 
-def test_up(cluster, pids):
-    """Growing beyond the first size starts new seats beside the old ones; a CPU host is warned,
-    not refused."""
-    engines = cluster(2)
-    engines.run("x = rank * 11")
-    before = pids(engines)
-    engines.scale(3)
-    check_world(engines, 3)
-    assert {r: p for r, p in pids(engines).items() if r < 2} == before
-    assert engines.pull("x") == {0: 0, 1: 11, 2: 22}
-    generation = engines.generation
-    engines.kill(2)
-    engines.wait_healthy(after=generation)
-    check_world(engines, 3)
+def test_beyond_the_first_size(four, pids):
+    """Growing beyond the first size starts new seats beside the old ones, which are refilled as any
+    other; a CPU host is warned of too many, not refused."""
+    four.run("x = rank * 11")
+    before = pids(four)
+    four.scale(5)
+    check_world(four, 5)
+    assert any("5 engines" in text for text in four.warnings)
+    assert {r: p for r, p in pids(four).items() if r < 4} == before
+    assert four.pull("x") == {r: 11 * r for r in range(5)}
+    generation = four.generation
+    four.kill(4)
+    four.wait_healthy(after=generation)
+    check_world(four, 5)
+    four.scale(4)
+    check_world(four, 4)
 
 
-def test_to_the_present_size(cluster):
-    """Scaling to the size that is there changes nothing."""
-    engines = cluster(2)
-    generation = engines.generation
-    engines.scale(2)
-    assert engines.generation == generation
+def test_from_two_to_three(four):
+    """Two ranks become three."""
+    four.scale(2)
+    four.run("y = rank + 7")
+    four.scale(3)
+    check_world(four, 3)
+    assert four.pull("y") == {0: 7, 1: 8, 2: 9}
+    four.scale(4)
+
+
+def test_to_the_present_size(four):
+    """Scaling to the size that is there changes nothing, and to nothing is refused."""
+    generation = four.generation
+    four.scale(4)
+    assert four.generation == generation
     with pytest.raises(ValueError, match="size=0"):
-        engines.scale(0)
+        four.scale(0)
 
 
-def test_to_one_and_back(cluster):
+def test_to_one_and_back(four):
     """One engine alone is a world too."""
-    engines = cluster(2)
-    engines.run("x = rank")
-    engines.scale(1)
-    check_world(engines, 1)
-    engines.scale(2)
-    check_world(engines, 2)
-    assert engines.pull("x") == {0: 0, 1: 1}
+    four.run("x = rank")
+    four.scale(1)
+    check_world(four, 1)
+    four.scale(4)
+    check_world(four, 4)
+    assert four.pull("x") == {r: r for r in range(4)}
 
 
-def test_while_a_cell_runs(cluster, background):
+def test_while_a_cell_runs(four, background, until):
     """Scaling waits for the cell that runs: it finishes on all its ranks, in its own world."""
-    engines = cluster(3)
-    cell = background(
-        engines.run, "import time; time.sleep(0.7); dist.barrier(); (rank, world_size)"
-    )
-    scaled = background(engines.scale, 2)
-    assert cell.result(20).values in (
-        {r: (r, 3) for r in range(3)},
-        {r: (r, 2) for r in range(2)},
-    )
+    code = "import time; time.sleep(0.7); dist.barrier(); (rank, world_size)"
+    cell = background(four.run, code, once=True)
+    until(lambda: all("runs" in s.activity for s in four.status()), 5, four.status)
+    scaled = background(four.scale, 3)
+    assert cell.result(20).values == {r: (r, 4) for r in range(4)}
     scaled.result(20)
-    check_world(engines, 2)
+    check_world(four, 3)
+    four.scale(4)
 
 
 @pytest.mark.timeout(120)
-def test_ten_times(cluster, pids):
+def test_ten_times(four, pids):
     """pytorch#30371, #151159, #132696: ten times torn down to three and formed again with four,
     each time right."""
-    engines = cluster(4)
-    engines.run("x = rank * 11")
-    before = pids(engines)
+    four.run("x = rank * 11")
+    before = pids(four)
     for _ in range(10):
-        engines.scale(3)
-        check_world(engines, 3)
-        engines.scale(4)
-        check_world(engines, 4)
-    assert {r: p for r, p in pids(engines).items() if r < 3} == {r: before[r] for r in (0, 1, 2)}
-    assert engines.pull("x") == {r: 11 * r for r in range(4)}
+        four.scale(3)
+        check_world(four, 3)
+        four.scale(4)
+        check_world(four, 4)
+    assert {r: p for r, p in pids(four).items() if r < 3} == {r: before[r] for r in (0, 1, 2)}
+    assert four.pull("x") == {r: 11 * r for r in range(4)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -132,66 +131,6 @@ def test_torch_threads_in_the_kernel(kernel):
     notebook.start(2)
     notebook.do("r = c.run('b = torch.rand(300, 300); float((b @ b).sum()) > 0')")
     assert notebook.ask("list(r.values.values())") == [True, True]
-
-
-def test_taken_port(cluster):
-    """accelerate#74: torch's usual port 29500 may be taken."""
-    with socket.socket() as taken:
-        try:
-            taken.bind(("127.0.0.1", 29500))
-            taken.listen()
-        except OSError:
-            pass  # by somebody else: just as well
-        engines = cluster(2)
-        assert engines.run("t = torch.ones(1); dist.all_reduce(t); int(t)").values == {0: 2, 1: 2}
-
-
-def test_interface_from_the_environment(cluster, monkeypatch):
-    """pytorch PR#26166: neither NCCL's way of excluding an interface nor a strange hostname keeps
-    gloo from loopback."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
-    monkeypatch.setenv("HOSTNAME", "no-such-host.invalid")
-    engines = cluster(2)
-    assert engines.run("t = torch.ones(1); dist.all_reduce(t); int(t)").values == {0: 2, 1: 2}
-    engines.run("sub = dist.new_group([0, 1]); dist.barrier(sub)")
-
-
-def test_torchrun_variables_in_the_environment(cluster, monkeypatch):
-    """What a scheduler or a launcher left in the environment is not taken for nbdist's."""
-    for name, value in {
-        "RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7",
-        "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    engines = cluster(2)
-    code = "t = torch.ones(1); dist.all_reduce(t); (int(t), dist.get_rank())"
-    assert engines.run(code).values == {0: (2, 0), 1: (2, 1)}
-
-
-def test_other_python_on_the_path(cluster, monkeypatch, tmp_path):
-    """ipyparallel#880: engines run the kernel's own interpreter, whatever comes first on PATH."""
-    for name in ("python", "python3"):
-        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    engines = cluster(2)
-    assert set(engines.run("import sys; sys.executable").values.values()) == {sys.executable}
-
-
-def test_surroundings(cluster, monkeypatch, tmp_path):
-    """Engines share the kernel's folder, variables and module path, newcomers too, also where they
-    changed since."""
-    (tmp_path / "beside.py").write_text("answer = 42\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("MY_VARIABLE", "here")
-    engines = cluster(2)
-    monkeypatch.setenv("MY_VARIABLE", "changed")
-    generation = engines.generation
-    engines.kill(1)
-    engines.wait_healthy(after=generation)
-    code = "import os, beside; (os.getcwd(), os.environ['MY_VARIABLE'], beside.answer)"
-    assert engines.run(code).values == {r: (str(tmp_path), "here", 42) for r in (0, 1)}
 
 
 def test_without_fork(cluster, monkeypatch):

@@ -12,8 +12,15 @@ import pytest
 import nbdist
 from nbdist.processes import processes_by_rundir
 
+RANKS = [0, 1, 2, 3]
 REPLACED_S = 10.0
 SUM = "t = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)"
+SLOW_REPLAY = """
+import os, time
+x = rank * 11
+if os.path.exists({flag!r}):
+    time.sleep(1.5)
+"""
 
 
 @pytest.fixture
@@ -45,113 +52,111 @@ def store_pid(running):
     return find
 
 
-def test_replaced_unnoticed(running, cluster, replaced, pids):
-    """A supervisor that is killed is replaced; the group it formed goes on, generation and engines
+def test_replaced_unnoticed(running, four, replaced, pids):
+    """A supervisor that is killed is replaced; the group it formed goes on, generation and four
     are the same."""
-    engines = cluster(2)
-    engines.run("x = rank + 1")
-    before = pids(engines)
+    four.run("x = rank + 1")
+    before, generation, known = pids(four), four.generation, four.incidents
     for _ in range(2):
-        seats = replaced(engines)
-        assert [s.state for s in seats] == ["member"] * 2
-        assert (engines.generation, engines.incidents, pids(engines)) == (1, [], before)
-        assert engines.run(SUM).values == {0: 3, 1: 3}
-    assert engines.pull("x") == {0: 1, 1: 2}
-    assert len(running(engines._rundir.path, "nbdist.supervisor")) == 1
-    assert len(running(engines._rundir.path, "nbdist.supervisor.zygote")) == 4
+        seats = replaced(four)
+        assert [s.state for s in seats] == ["member"] * 4
+        now = (four.generation, four.incidents, pids(four))
+        assert now == (generation, known, before)
+        assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+    assert four.pull("x") == {r: r + 1 for r in RANKS}
+    assert len(running(four._rundir.path, "nbdist.supervisor")) == 1
+    assert len(running(four._rundir.path, "nbdist.supervisor.zygote")) == 6
 
 
-def test_cell_goes_on(cluster, replaced, background, until):
+def test_cell_goes_on(four, replaced, background, until):
     """A cell that runs meanwhile is not disturbed, in Python or in a collective, and its result
     arrives."""
-    engines = cluster(2)
+    generation, known = four.generation, four.incidents
     code = """
 import time
 if rank == 0:
-    time.sleep(4)
+    time.sleep(3)
 t = torch.tensor([rank + 1])
 dist.all_reduce(t)
 int(t), rank
 """
-    cell = background(engines.run, code)
-    until(lambda: "waits in" in engines.status()[1].activity, 10, engines.status)
-    replaced(engines)
+    cell = background(four.run, code)
+    until(lambda: "waits in" in four.status()[1].activity, 10, four.status)
+    replaced(four)
     assert not cell.done()
-    assert cell.result(15).values == {0: (3, 0), 1: (3, 1)}
-    assert (engines.generation, engines.incidents) == (1, [])
+    assert cell.result(15).values == {r: (10, r) for r in RANKS}
+    assert (four.generation, four.incidents) == (generation, known)
 
 
-def test_journal_is_taken_over(cluster, replaced):
-    """Cells that ran before the supervisor was replaced are replayed to engines that join after
+def test_journal_is_taken_over(four, replaced):
+    """Cells that ran before the supervisor was replaced are replayed to four that join after
     it."""
-    engines = cluster(3)
-    engines.run("x = rank * 11")
-    engines.push(lr=0.5)
-    replaced(engines)
-    engines.run("y = rank + 100")
-    generation = engines.generation
-    engines.kill(1)
-    engines.wait_healthy(after=generation)
-    assert engines.pull("x") == {0: 0, 1: 11, 2: 22}
-    assert engines.pull("y") == {0: 100, 1: 101, 2: 102}
-    assert engines.pull("lr") == dict.fromkeys(range(3), 0.5)
-    assert engines.run(SUM).values == dict.fromkeys(range(3), 6)
+    four.run("x = rank * 11")
+    four.push(lr=0.5)
+    replaced(four)
+    four.run("y = rank + 100")
+    generation = four.generation
+    four.kill(1)
+    four.wait_healthy(after=generation)
+    assert four.pull("x") == {r: 11 * r for r in RANKS}
+    assert four.pull("y") == {r: 100 + r for r in RANKS}
+    assert four.pull("lr") == dict.fromkeys(RANKS, 0.5)
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
-def test_loss_while_nobody_is_there(cluster, replaced, pids):
+def test_loss_while_nobody_is_there(four, replaced, pids):
     """An engine that dies while the supervisor is dead is noticed by the next one, with its
     signal, and replaced."""
-    engines = cluster(3)
-    engines.run("x = rank * 11")
-    generation, victim = engines.generation, pids(engines)[1]
-    replaced(engines, meanwhile=lambda: os.kill(victim, signal.SIGKILL))
-    engines.wait_healthy(after=generation)
-    lost = [i for i in engines.incidents if i.kind == "lost"]
+    known = len(four.incidents)
+    four.run("x = rank * 11")
+    generation, victim = four.generation, pids(four)[1]
+    replaced(four, meanwhile=lambda: os.kill(victim, signal.SIGKILL))
+    four.wait_healthy(after=generation)
+    lost = [i for i in four.incidents[known:] if i.kind == "lost"]
     assert [(i.slots, i.cause) for i in lost] == [((1,), "SIGKILL")]
-    assert engines.pull("x") == {0: 0, 1: 11, 2: 22}
+    assert four.pull("x") == {r: 11 * r for r in RANKS}
 
 
-def test_loss_inside_a_cell_while_nobody_is_there(cluster, replaced, pids, background, until):
+def test_loss_inside_a_cell_while_nobody_is_there(four, replaced, pids, background, until):
     """As above inside a collective: the others are released, and the cell ends with that death."""
-    engines = cluster(3)
-    generation, victim = engines.generation, pids(engines)[1]
+    generation, victim = four.generation, pids(four)[1]
     code = "import time\nwhile rank == 1:\n    time.sleep(0.01)\ndist.barrier()"
-    cell = background(engines.run, code)
-    until(lambda: sum("waits in" in s.activity for s in engines.status()) == 2, 10, engines.status)
-    replaced(engines, meanwhile=lambda: os.kill(victim, signal.SIGKILL))
+    cell = background(four.run, code)
+    until(lambda: sum("waits in" in s.activity for s in four.status()) == 3, 10, four.status)
+    replaced(four, meanwhile=lambda: os.kill(victim, signal.SIGKILL))
     with pytest.raises(nbdist.EngineDied) as died:
         cell.result(15)
     assert (died.value.rank, died.value.pid, died.value.signal) == (1, victim, "SIGKILL")
-    engines.wait_healthy(after=generation)
-    assert engines.run(SUM).values == dict.fromkeys(range(3), 6)
+    four.wait_healthy(after=generation)
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
-def test_replaced_during_a_refill(running, cluster, replaced, until):
+def test_replaced_during_a_refill(running, four, replaced, until, tmp_path):
     """A supervisor that is killed while a newcomer replays: the next one takes it from there,
     nothing is started twice."""
-    engines = cluster(3)
-    engines.run("import time; time.sleep(1.5); x = rank * 11")
-    generation = engines.generation
-    engines.kill(1)
-    until(lambda: engines.status()[1].state == "replaying", 5, engines.status)
-    replaced(engines)
-    engines.wait_healthy(after=generation)
-    assert engines.pull("x") == {0: 0, 1: 11, 2: 22}
-    assert engines.run(SUM).values == dict.fromkeys(range(3), 6)
-    assert len(running(engines._rundir.path, "nbdist.supervisor.zygote")) == 5
+    four.run(SLOW_REPLAY.format(flag=str(tmp_path / "slow")))
+    (tmp_path / "slow").touch()
+    generation = four.generation
+    four.kill(1)
+    until(lambda: four.status()[1].state == "replaying", 5, four.status)
+    replaced(four)
+    four.wait_healthy(after=generation)
+    (tmp_path / "slow").unlink()
+    assert four.pull("x") == {r: 11 * r for r in RANKS}
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+    assert len(running(four._rundir.path, "nbdist.supervisor.zygote")) == 6
 
 
-def test_replaced_while_the_group_breaks(cluster, pids):
+def test_replaced_while_the_group_breaks(four, pids):
     """An engine and the supervisor are killed in the same moment, inside a collective: all of it
     heals."""
-    engines = cluster(3)
-    engines.run("x = rank * 11")
-    generation, victim = engines.generation, pids(engines)[2]
+    four.run("x = rank * 11")
+    generation, victim = four.generation, pids(four)[2]
     os.kill(victim, signal.SIGKILL)
-    os.kill(engines._link._supervisor.pid, signal.SIGKILL)
-    engines.wait_healthy(after=generation)
-    assert engines.pull("x") == {0: 0, 1: 11, 2: 22}
-    assert engines.run(SUM).values == dict.fromkeys(range(3), 6)
+    os.kill(four._link._supervisor.pid, signal.SIGKILL)
+    four.wait_healthy(after=generation)
+    assert four.pull("x") == {r: 11 * r for r in RANKS}
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
 def test_shutdown_without_a_supervisor(cluster):
@@ -167,44 +172,62 @@ def test_shutdown_without_a_supervisor(cluster):
 
 
 @pytest.mark.slow
-def test_silent_supervisor(cluster, replaced):
+def test_silent_supervisor(four, replaced):
     """A supervisor that is stopped answers nothing: it is ended and replaced."""
-    engines = cluster(2)
-    seats = replaced(engines, number=signal.SIGSTOP, within=20)
-    assert [s.state for s in seats] == ["member"] * 2
-    assert engines.run(SUM).values == {0: 3, 1: 3}
+    seats = replaced(four, number=signal.SIGSTOP, within=20)
+    assert [s.state for s in seats] == ["member"] * 4
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
-def test_killed_zygote(running, cluster, pids):
+def test_killed_zygote(running, four, pids):
     """Engines go on without the zygote that forked them; deaths are noticed and seats filled all
     the same."""
-    engines = cluster(3)
-    engines.run("x = rank * 11")
-    before, generation = pids(engines), engines.generation
-    old = running(engines._rundir.path, "nbdist.supervisor.zygote")[0]
+    four.run("x = rank * 11")
+    before, generation = pids(four), four.generation
+    old = running(four._rundir.path, "nbdist.supervisor.zygote")[0]
     os.kill(old, signal.SIGKILL)
-    assert engines.run(SUM).values == dict.fromkeys(range(3), 6)
-    assert pids(engines) == before
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+    assert pids(four) == before
     os.kill(before[1], signal.SIGKILL)
-    engines.wait_healthy(after=generation)
-    assert engines.pull("x") == {0: 0, 1: 11, 2: 22}
-    assert engines.run(SUM).values == dict.fromkeys(range(3), 6)
+    four.wait_healthy(after=generation)
+    assert four.pull("x") == {r: 11 * r for r in RANKS}
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
-def test_killed_store(cluster, store_pid):
+def test_killed_zygote_and_engine(running, four, pids):
+    """Where an engine and the zygote are killed in the same moment, nobody can say how the engine
+    ended; its seat is filled all the same."""
+    four.run("x = rank * 11")
+    generation, victim = four.generation, pids(four)[2]
+    os.kill(running(four._rundir.path, "nbdist.supervisor.zygote")[0], signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)
+    four.wait_healthy(after=generation)
+    assert four.pull("x") == {r: 11 * r for r in RANKS}
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+
+
+def test_kill_right_after_the_zygote_was_killed(running, four):
+    """An order to kill is carried out though the zygote, which would do it, has just died."""
+    generation = four.generation
+    os.kill(running(four._rundir.path, "nbdist.supervisor.zygote")[0], signal.SIGKILL)
+    four.kill(1)
+    four.wait_healthy(after=generation)
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+
+
+def test_killed_store(four, store_pid):
     """Formed groups do not need the store; when it was killed, the next group is formed with
     another one."""
-    engines = cluster(3)
-    engines.run("x = rank * 11")
-    generation, old = engines.generation, store_pid(engines)
+    four.run("x = rank * 11")
+    generation, old = four.generation, store_pid(four)
     os.kill(old, signal.SIGKILL)
-    assert engines.run(SUM).values == dict.fromkeys(range(3), 6)
-    engines.kill(1)
-    engines.wait_healthy(after=generation)
-    assert store_pid(engines) != old
-    assert engines.pull("x") == {0: 0, 1: 11, 2: 22}
-    assert engines.run(SUM).values == dict.fromkeys(range(3), 6)
-    engines.run("sub = dist.new_group([0, 1, 2]); dist.barrier(sub)")
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+    four.kill(1)
+    four.wait_healthy(after=generation)
+    assert store_pid(four) != old
+    assert four.pull("x") == {r: 11 * r for r in RANKS}
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+    four.run("sub = dist.new_group([0, 1, 2, 3]); dist.barrier(sub)")
 
 
 def test_killed_controller(running, cluster, until):
