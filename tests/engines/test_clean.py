@@ -67,35 +67,22 @@ def test_list(cluster, kernel, capsys):
     assert notebook.ask("c.run('rank').values") == {"0": 0}
 
 
-def test_leftovers_are_ended(kernel, worker, capsys):
-    """A cluster whose kernel and supervisor were killed is ended by `nbdist clean` at once; its
-    folder goes too."""
-    notebook, other = kernel(), kernel()
-    path, kept = notebook.start(2), other.start(1)
+def test_leftovers(kernel, cluster, worker, capsys):
+    """A cluster whose kernel and supervisor were killed does not disturb a start beside it; then
+    `nbdist clean` ends it at once, folder and all, and nothing else."""
+    notebook = kernel()
+    path = notebook.start(2)
     supervisor = listed(capsys)[path.name]["supervisor_pid"]
     os.kill(notebook.pid, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
     notebook.process.wait(5)
     assert listed(capsys)[path.name]["state"] == "left over"
+    engines = cluster(1)
+    assert engines.run("rank").values == {0: 0}
+    assert processes_by_rundir().get(path)
     assert main(["clean"]) == 0
     assert path not in processes_by_rundir()
     assert not path.exists()
-    assert list(listed(capsys)) == [kept.name]
-    assert other.ask("c.run('rank').values") == {"0": 0}
-    assert worker.poll() is None
-
-
-def test_start_beside_leftovers(kernel, cluster):
-    """A start while leftovers of another kernel are still there is not disturbed by them, nor they
-    by it."""
-    notebook = kernel()
-    path = notebook.start(1)
-    supervisor = notebook.ask("c._link._supervisor.pid")
-    os.kill(notebook.pid, signal.SIGKILL)
-    os.kill(supervisor, signal.SIGKILL)
-    notebook.process.wait(5)
-    engines = cluster(1)
+    assert list(listed(capsys)) == [engines.id]
     assert engines.run("rank").values == {0: 0}
-    engines.shutdown()
-    assert processes_by_rundir().get(path)
-    assert main(["clean"]) == 0
+    assert worker.poll() is None

@@ -248,11 +248,25 @@ def test_twenty_kills_in_a_row(cluster, lose, heal, until, running):
     kill_in_a_row(cluster(4), lose, heal, until, running, num_kills=20, after_which=3)
 
 
+@pytest.mark.timeout(120)
+def test_eight_engines(cluster, lose, heal):
+    """A loss among eight engines, where most have no dead neighbour, ends as soon and heals as
+    soon as among four."""
+    engines = cluster(8)
+    engines.run("x = rank * 11")
+    loss = lose(engines, 5)
+    assert loss.cell_ended_s <= CELL_ENDS_S
+    assert len(loss.error.notes) == 7
+    heal(engines, loss)
+    assert engines.pull("x") == {r: 11 * r for r in range(8)}
+    assert engines.run(SUM).values == dict.fromkeys(range(8), 36)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kills_among_eight(cluster, lose, heal, until, running):
-    """The same with eight engines, each killed in turn."""
-    kill_in_a_row(cluster(8), lose, heal, until, running, num_kills=10, after_which=1)
+    """Twenty losses among eight engines, each of them hit, leave nothing behind either."""
+    kill_in_a_row(cluster(8), lose, heal, until, running, num_kills=20, after_which=3)
 
 
 @pytest.mark.parametrize("victims", [(0, 1), (1, 3)])

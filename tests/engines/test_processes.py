@@ -137,6 +137,7 @@ def test_killed_kernel_and_supervisor(kernel, gone, running):
     gone(path, processes, GONE_S)
 
 
+@pytest.mark.slow
 def test_stopped_engine_of_a_killed_kernel(kernel, gone, running):
     """An engine that is stopped and cannot look at its lease does not outlive the others."""
     notebook = kernel()
@@ -150,6 +151,7 @@ def test_stopped_engine_of_a_killed_kernel(kernel, gone, running):
     gone(path, processes, GONE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["controller", "zygote"])
 def test_killed_kernel_supervisor_and_another(kernel, gone, module, running):
     """Nor does a process outlive the lease where controller or zygote are killed with them."""
@@ -251,11 +253,3 @@ while rank == 3:
     assert path not in processes_by_rundir()
     assert not path.exists()
     assert cell.exception(5) is not None
-
-
-def test_shutdown_twice(cluster):
-    """A second `shutdown` does nothing, and no method but that works afterwards."""
-    engines = cluster(1)
-    engines.shutdown()
-    engines.shutdown()
-    assert "shut down" in repr(engines)

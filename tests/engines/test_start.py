@@ -161,10 +161,21 @@ def test_start_that_fails():
 
 @pytest.mark.usefixtures("alone")
 def test_context_manager():
-    """Leaving the `with` block shuts the cluster down; using it afterwards says that it is shut
-    down."""
+    """Leaving the `with` block shuts the cluster down; whatever is asked of it afterwards, it says
+    that it is shut down, and a second shutdown does nothing."""
     with nbdist.start(1) as engines:
         assert engines.run("rank").values == {0: 0}
-    with pytest.raises(nbdist.NotStarted):
-        engines.run("rank")
     engines.shutdown()
+    for use in (
+        lambda: engines.run("rank"),
+        lambda: engines.pull("x"),
+        lambda: engines.push(x=1),
+        lambda: engines.kill(0),
+        lambda: engines.scale(2),
+        engines.wait_healthy,
+        engines.status,
+        engines.sync,
+    ):
+        with pytest.raises(nbdist.NotStarted, match="shut down"):
+            use()
+    assert "shut down" in repr(engines)
