@@ -101,6 +101,10 @@ class Beat(Event, frozen=True, kw_only=True):
     """The cell that its main thread runs."""
     waiting: Where | None
     """Set while the main thread stands in a collective or another native wait of torch."""
+    step: int | None = None
+    """The step of a run that it trains; None where no run goes on."""
+    is_patient: bool = False
+    """It is in a phase that may take long (first step, evaluation): its hang clock stands."""
     rss_bytes: int
 
 
@@ -126,6 +130,8 @@ class GroupFormed(Event, frozen=True, kw_only=True):
     generation: Generation
     cuttable: bool
     """Whether its sockets are known exactly; if not, a blocked member can only be killed."""
+    step: int | None = None
+    """Steps that the trainer of the present run has committed; None where there is none."""
 
 
 class GroupFormFailed(Event, frozen=True, kw_only=True):
@@ -158,6 +164,8 @@ class NamesOffered(Event, frozen=True, kw_only=True):
     num_bytes: int
     failed: dict[str, str]
     """Name -> why it cannot be sent."""
+    trainer_digest: str = ""
+    """Of the whole state of the present run's trainer, where it is among the names."""
 
 
 class NamesReceived(Event, frozen=True, kw_only=True):
@@ -166,6 +174,8 @@ class NamesReceived(Event, frozen=True, kw_only=True):
     slot: Slot
     generation: Generation
     failed: dict[str, str]
+    trainer_digest: str = ""
+    """Of its trainer now; must be the donor's."""
 
 
 class CollectiveFailed(Event, frozen=True, kw_only=True):

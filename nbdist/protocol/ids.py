@@ -21,3 +21,6 @@ Generation = NewType("Generation", int)
 
 CellId = NewType("CellId", str)
 """Names one cell run."""
+
+RunId = NewType("RunId", str)
+"""Names one training run."""

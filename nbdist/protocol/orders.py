@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from nbdist.protocol import runs as rn
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import CellId, EngineId, Generation, Slot
 from nbdist.protocol.topology import Membership
@@ -107,6 +108,10 @@ KernelOrder = (
     | Ping
     | QueryView
     | Shutdown
+    | rn.BeginRun
+    | rn.SteerRun
+    | rn.SetRun
+    | rn.QueryRun
 )
 
 
@@ -161,6 +166,8 @@ class WorldView(Order, frozen=True, kw_only=True):
     """What the user should know about how this cluster runs, for instance that it cannot fork."""
     was_running: bool = False
     """Whether a group has ever been whole."""
+    runs: tuple[rn.RunView, ...] = ()
+    """The last training runs, oldest first."""
 
 
 class CellAdmitted(Order, frozen=True, kw_only=True):
@@ -208,10 +215,10 @@ class Answer(Order, frozen=True, kw_only=True):
     """Envelope of an answer."""
 
     number: int
-    body: WorldView | CellAdmitted | Done | Refused
+    body: WorldView | CellAdmitted | Done | Refused | rn.RunBegun | rn.RunReport
 
 
-Notice = Answer | WorldView | EngineLost | RanksReleased
+Notice = Answer | WorldView | EngineLost | RanksReleased | rn.CellTrains | rn.SendCellTo
 """What a kernel may receive."""
 
 
@@ -252,6 +259,8 @@ class FormGroup(Order, frozen=True, kw_only=True):
     membership: Membership
     store_host: str
     store_port: int
+    run: rn.RunSpec | None = None
+    """A run that is under way: its trainer's step is reported with `GroupFormed`."""
 
 
 class FingerprintNames(Order, frozen=True, kw_only=True):
@@ -307,5 +316,6 @@ AgentOrder = (
     | AcknowledgeBeat
     | InterruptMain
     | EndEngine
+    | rn.RunOrder
 )
 """What an agent may be ordered to do."""
