@@ -20,6 +20,7 @@ __all__ = [
     "NotStarted",
     "RankError",
     "RecoveryFailed",
+    "RunEnded",
     "StartFailed",
     "TargetError",
     "WrongState",
@@ -56,6 +57,13 @@ class WrongState(NbdistError):
 
 class RecoveryFailed(NbdistError):
     """The world could not be brought back, for instance because no engine survived."""
+
+
+class RunEnded(NbdistError):
+    """The training run that a cell's own loop belongs to has ended on another rank.
+
+    A consequence: the cause stands at the rank that it names.
+    """
 
 
 class GroupGone(NbdistError, RuntimeError):

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.engine.group import Groups
+    from nbdist.engine.runs import Runs
     from nbdist.engine.whereabouts import Whereabouts
     from nbdist.rundir import RunDir
 
@@ -48,8 +49,7 @@ class Agent:
         rundir, slot: whose.
         groups: cut on `BreakGroup`.
         whereabouts: looks at the main thread.
-        post: has a function called with one order in the main thread's loop.
-        handle: what `post` is asked to call.
+        post: has an order carried out in the main thread.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class Agent:
         *,
         groups: Groups,
         whereabouts: Whereabouts,
-        post: Callable[..., None],
-        handle: Callable[[od.AgentOrder], Any],
+        post: Callable[[od.AgentOrder], None],
     ) -> None:
         config, _, self._keys = rundir.read()
         self._rundir, self._slot, self._lease_s = rundir, slot, config.lease_s
         self._groups, self._whereabouts = groups, whereabouts
-        self._post, self._handle = post, handle
+        self._post = post
+        self.runs: Runs | None = None
+        """Whose committed steps are reported; set once they are there."""
         self._outbox: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self._wakeup, self._woken = os.pipe()
         self._sent: dict[int, float] = {}
@@ -127,6 +128,9 @@ class Agent:
                     socket.send(wire.encode(self.hello))
             if self._wakeup in ready:
                 os.read(self._wakeup, 4096)
+            port = self.runs.port if self.runs is not None else None
+            if port is not None:
+                port.flush()
             while not self._outbox.empty():
                 socket.send(wire.encode(self._outbox.get()))
             if socket in ready:
@@ -150,6 +154,7 @@ class Agent:
         self, socket: zmq.Socket[bytes], number: int, where: ev.Where | None, now: float
     ) -> None:
         self._sent[number] = now
+        port = self.runs.port if self.runs is not None else None
         beat = ev.Beat(
             slot=self._slot,
             pid=os.getpid(),
@@ -158,6 +163,8 @@ class Agent:
             cell=self.cell,
             waiting=where,
             rss_bytes=_rss_bytes(),
+            step=port.begun if port is not None else None,
+            is_patient=port is not None and port.is_patient,
         )
         socket.send(wire.encode(beat))
 
@@ -178,12 +185,12 @@ class Agent:
                         os.kill(os.getpid(), signal.SIGINT)
                 case od.EndEngine():
                     self._end_at = time.monotonic() + END_LIMIT_S
-                    self._post(self._handle, order)
+                    self._post(order)
                 case od.BreakGroup(generation=generation):
                     self._groups.cut(generation)
-                    self._post(self._handle, order)
+                    self._post(order)
                 case _:
-                    self._post(self._handle, order)
+                    self._post(order)
 
     def _end(self, why: str) -> None:
         log.warning("engine of slot %s ends: %s", self._slot, why)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -31,6 +31,17 @@ def fingerprint(value: Any) -> str:
     except Exception:  # noqa: BLE001 - a user's object may raise anything when it is pickled; then it has no digest
         return ""
     return f"{walk.kind(value)}:{digest}"
+
+
+def parameters_digest(parameters: Iterable[torch.Tensor]) -> str:
+    """SHA-256 of the bytes of tensors, in order: equal strings mean bitwise equal parameters."""
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        flat = parameter.detach().cpu().contiguous().view(-1)
+        digest.update(f"{parameter.dtype}{tuple(parameter.shape)}".encode())
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _Walk:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import hashlib
 import logging
 import os
 import random
 import signal
 import socket
 import sys
+from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ipyparallel.engine.app as engine_app
@@ -23,20 +23,18 @@ import torch.distributed as dist
 
 from nbdist.engine import rebind
 from nbdist.engine.agent import Agent
-from nbdist.engine.digests import fingerprint
+from nbdist.engine.digests import parameters_digest
 from nbdist.engine.group import Groups
+from nbdist.engine.handover import Giving
 from nbdist.engine.kernel import CellKernel
-from nbdist.engine.namespace import (
-    OURS,
-    pack_names,
-    take_names,
-    to_cpu,
-    user_names,
-)
+from nbdist.engine.namespace import OURS, to_cpu
 from nbdist.engine.output import open_log
+from nbdist.engine.port import Drivable
+from nbdist.engine.runs import Runs
 from nbdist.engine.whereabouts import Whereabouts
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
+from nbdist.protocol import runs as rn
 from nbdist.protocol import values
 from nbdist.protocol.ids import EngineId, Generation, Slot
 
@@ -90,18 +88,59 @@ class Engine:
             app.slot,
             groups=self._groups,
             whereabouts=Whereabouts(self._shell.user_ns),
-            post=app.loop.add_callback,
-            handle=self.handle,
+            post=self._post,
         )
-        app.kernel.bind(app.slot, self._agent, self._groups)
+        self._orders: deque[od.AgentOrder] = deque()
+        self._is_draining = False
+        self._runs = Runs(
+            app.slot, self._groups, self._shell.user_ns, tell=self._agent.tell, poll=self._poll
+        )
+        self._agent.runs = self._runs
+        self._giving = Giving(
+            app.slot,
+            self._shell.user_ns,
+            self._hidden,
+            groups=self._groups,
+            runs=self._runs,
+            tell=self._agent.tell,
+        )
+        app.kernel.bind(app.slot, self._agent, self._groups, self._runs)
 
     def start(self) -> None:
         """Say hello."""
         self._bind_names(rank=0, world_size=1)
         self._agent.start(self._hello())
 
-    async def handle(self, order: od.AgentOrder) -> None:
-        """Carry out an order in the main thread, between cells.
+    # ---- the main thread takes orders between cells, and in a cell's own training loop
+
+    def _post(self, order: od.AgentOrder) -> None:
+        """From the agent's thread."""
+        self._orders.append(order)
+        self._runs.wake()
+        self._app.loop.add_callback(self._drain)
+
+    async def _drain(self) -> None:
+        if (
+            self._is_draining
+        ):  # a replay gives way to the loop; what came after it waits for its end
+            return
+        self._is_draining = True
+        try:
+            while self._orders:
+                await self._handle(self._orders.popleft())
+        finally:
+            self._is_draining = False
+
+    def _poll(self) -> None:
+        """The same without the event loop, which stands while a cell's own loop trains."""
+        while self._orders and not self._is_draining:
+            coroutine = self._handle(self._orders.popleft())
+            with contextlib.suppress(StopIteration):
+                coroutine.send(None)
+                raise RuntimeError("an order waited for the event loop inside a training loop")
+
+    async def _handle(self, order: od.AgentOrder) -> None:
+        """Carry out an order.
 
         An engine that cannot is of no use: it ends, and its seat is filled again.
         """
@@ -123,18 +162,16 @@ class Engine:
                 )
             case od.FormGroup():
                 self._form(order)
-            case od.FingerprintNames(generation=generation):
-                names = user_names(self._shell.user_ns, self._hidden)
-                digests = {n: fingerprint(self._shell.user_ns[n]) for n in names}
-                self._agent.tell(
-                    ev.NamesFingerprinted(slot=self._slot, generation=generation, digests=digests)
-                )
+            case od.FingerprintNames():
+                self._giving.fingerprint(order)
             case od.OfferNames():
-                self._offer(order)
+                self._giving.offer(order)
             case od.ReceiveNames():
-                self._receive(order)
+                self._giving.receive(order)
             case od.EndEngine():
                 self._app.loop.stop()
+            case rn.BindRun() | rn.GoOn() | rn.HoldRun() | rn.SetRun() | rn.EndRun():
+                self._runs.take(order)
 
     def push(self, packed: dict[str, bytes]) -> None:
         """Bind names to packed values."""
@@ -149,6 +186,23 @@ class Engine:
         if as_numpy and isinstance(value, torch.Tensor):
             value = value.numpy()
         return values.pack(value)
+
+    def parameter_digest(self, name: str) -> str:
+        """Digest of a trainer's or a module's parameters.
+
+        Raises:
+            NameError: the name is not bound here.
+            TypeError: it has no parameters.
+        """
+        if name not in self._shell.user_ns:
+            raise NameError(f"name {name!r} is not defined on slot {self._slot}")
+        value = self._shell.user_ns[name]
+        if isinstance(value, Drivable):
+            return value.parameter_digest()
+        if isinstance(value, torch.nn.Module):
+            return parameters_digest(value.parameters())
+        kind = type(value).__name__
+        raise TypeError(f"{name} is a {kind}: a Trainer or a Module has parameters")
 
     # ---- orders
 
@@ -182,6 +236,7 @@ class Engine:
                 pid=os.getpid(),
                 generation=membership.generation,
                 cuttable=self._groups.is_cuttable,
+                step=self._runs.prepare(order.run),
             )
         )
 
@@ -191,11 +246,13 @@ class Engine:
             self._groups.form_fake(order.rank, order.world_size)
             rebind.silence()
             self._bind_names(rank=order.rank, world_size=order.world_size)
+            self._runs.is_replaying = True
             with contextlib.redirect_stdout(open_log()), contextlib.redirect_stderr(open_log()):
                 self._shell.display_pub.register_hook(_drop)
                 for entry in order.entries:
                     failed += await self._replay_one(entry)
                 self._shell.display_pub.unregister_hook(_drop)
+            self._runs.is_replaying = False
             rebind.speak()
             self._groups.destroy()
         self._replayed = order.until
@@ -217,52 +274,6 @@ class Engine:
         error = result.error_before_exec or result.error_in_exec
         first = entry.code.strip().splitlines()[0]
         return [f"cell {first!r}: {type(error).__name__}: {error}"]
-
-    def _offer(self, order: od.OfferNames) -> None:
-        data, failed = pack_names(self._shell.user_ns, order.names)
-        self._agent.tell(
-            ev.NamesOffered(
-                slot=self._slot,
-                generation=order.generation,
-                sha256=hashlib.sha256(data).hexdigest(),
-                num_bytes=len(data),
-                failed=failed,
-            )
-        )
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        try:
-            for receiver in order.receivers:
-                dist.send(tensor, receiver)
-        except RuntimeError as error:
-            self._hand_over_failed(error)
-
-    def _receive(self, order: od.ReceiveNames) -> None:
-        tensor = torch.empty(order.num_bytes, dtype=torch.uint8, device="cpu")
-        try:
-            dist.recv(tensor, order.donor)
-        except RuntimeError as error:
-            self._hand_over_failed(error)
-            return
-        data = tensor.numpy().tobytes()
-        if hashlib.sha256(data).hexdigest() == order.sha256:
-            failed = take_names(self._shell.user_ns, data, order.names)
-        else:
-            failed = dict.fromkeys(order.names, "what arrived is not what was sent")
-        self._agent.tell(
-            ev.NamesReceived(slot=self._slot, generation=order.generation, failed=failed)
-        )
-
-    def _hand_over_failed(self, error: RuntimeError) -> None:
-        """The other side died, most likely; the group is of no use any more."""
-        log.warning("the hand-over broke off: %s", error)
-        self._agent.tell(
-            ev.CollectiveFailed(
-                slot=self._slot,
-                pid=os.getpid(),
-                generation=Generation(self._groups.generation),
-                error=str(error),
-            )
-        )
 
     # ---- helpers
 
@@ -313,6 +324,11 @@ def push(packed: dict[str, bytes]) -> None:
 def pull(name: str, *, as_numpy: bool = False) -> bytes:
     """`protocol.calls.PULL`."""
     return _present().pull(name, as_numpy=as_numpy)
+
+
+def parameter_digest(name: str) -> str:
+    """`protocol.calls.PARAMETER_DIGEST`."""
+    return _present().parameter_digest(name)
 
 
 def _refuse_exit() -> NoReturn:

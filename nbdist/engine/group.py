@@ -49,6 +49,8 @@ class Groups:
 
     def __init__(self) -> None:
         self.generation = 0
+        self.pids: tuple[int, ...] = ()
+        """The members' processes, in rank order."""
         self.is_cuttable = True
         self.cut_generation = 0
         """Newest generation that was cut."""
@@ -76,6 +78,7 @@ class Groups:
             self._store = dist.TCPStore(*address, None, False, FORM_TIMEOUT, wait_for_workers=False)
             self._store_at = address
         self.generation, self.is_cuttable, self._refs = membership.generation, True, []
+        self.pids = tuple(member.pid for member in membership.members)
         self._was_cut.clear()
         distributed_c10d._world.group_count = membership.generation * NAMES_PER_GENERATION
         self._forming_own = True

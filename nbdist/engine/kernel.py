@@ -18,7 +18,7 @@ from ipyparallel.engine.kernel import IPythonParallelKernel
 
 from nbdist.engine.group import Groups, is_communication_error
 from nbdist.engine.namespace import to_cpu
-from nbdist.errors import GroupGone
+from nbdist.errors import GroupGone, RunEnded
 from nbdist.protocol import events as ev
 from nbdist.protocol import values
 from nbdist.protocol.calls import METADATA
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.engine.agent import Agent
+    from nbdist.engine.runs import Runs
 
 CUT_LIMIT_S = 1.0
 """A failed collective waits this long for the group's cut; then it is an error of its own."""
@@ -41,11 +42,12 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
 
     agent: Agent | None = None
     groups: Groups | None = None
+    runs: Runs | None = None
     slot = Slot(-1)
 
-    def bind(self, slot: Slot, agent: Agent, groups: Groups) -> None:
+    def bind(self, slot: Slot, agent: Agent, groups: Groups, runs: Runs) -> None:
         """Give it what it reports to."""
-        self.slot, self.agent, self.groups = slot, agent, groups
+        self.slot, self.agent, self.groups, self.runs = slot, agent, groups, runs
         self.shell.set_custom_exc((RuntimeError,), self._show_error)
 
     async def do_execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -54,24 +56,26 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         The reply has our part under `METADATA`, in `engine_info` where the cell failed.
         """
         cell = self.get_parent("shell").get("metadata", {}).get(METADATA, {}).get("cell")
-        if cell is None or self.agent is None or self.groups is None:
+        if cell is None or self.agent is None or self.groups is None or self.runs is None:
             return dict(await super().do_execute(*args, **kwargs))
         generation = self.groups.generation
         # An engine's history has no reader, would keep every result, and formats errors twice.
         kwargs["store_history"] = False
-        self.agent.cell = CellId(cell)
+        self.agent.cell = self.runs.cell = CellId(cell)
         try:
             with self._main_thread_known():
                 reply = dict(await super().do_execute(*args, **kwargs))
         finally:
             self.agent.leave_cell()
+            self.runs.cell = None
         result = self.shell.last_execution_result
         self.shell.last_execution_result = None
         if reply["status"] == "ok":
             reply[METADATA] = _value(result.result if result is not None else None)
             return reply
         error = (result.error_before_exec or result.error_in_exec) if result is not None else None
-        released = generation == self.groups.generation and self._is_released(error)
+        is_same = generation == self.groups.generation or isinstance(error, RunEnded)
+        released = is_same and self._is_released(error)
         reply.setdefault("engine_info", {})[METADATA] = {"released": released}
         if error is not None:
             self._explain(reply, error)
@@ -108,6 +112,8 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         told, and the cut waited for. A group in which a collective failed is of no use any more,
         whatever the cause.
         """
+        if isinstance(error, RunEnded):
+            return True
         if self.groups is None or self.agent is None or not is_communication_error(error):
             return False
         if self.groups.cut_generation != self.groups.generation:

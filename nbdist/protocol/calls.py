@@ -19,3 +19,6 @@ PUSH = _function("push")
 
 PULL = _function("pull")
 """(name: str, as_numpy: bool) -> bytes: a packed value; tensors on the CPU."""
+
+PARAMETER_DIGEST = _function("parameter_digest")
+"""(name: str) -> str: digest of the parameters of a trainer or module."""

@@ -25,6 +25,11 @@ class RunMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of orders and answers about runs; the tag on the wire is the class name."""
 
 
+def cell_run(cell: CellId, loop: int) -> RunId:
+    """Names the run of a cell's loop."""
+    return RunId(f"{cell}.{loop}")
+
+
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Which run."""
 
@@ -202,6 +207,8 @@ class RunEntered(Event, frozen=True, kw_only=True):
     slot: Slot
     pid: int
     cell: CellId
+    loop: int
+    """Which of the cell's loops, from 0."""
     step: int
     steps: int
     """It wants so many more committed steps."""

@@ -1,0 +1,250 @@
+"""One training run on this engine, as the trainer's loop sees it.
+
+Runs in the engine's main thread, but for `Port.flush` and what beats read, which the agent's thread
+calls. The loop itself is the trainer's (`nbdist.train`), which stands above this package: here it
+is only known by what it can do.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch.distributed as dist
+
+from nbdist.engine.group import is_communication_error
+from nbdist.errors import RunEnded
+from nbdist.protocol import events as ev
+from nbdist.protocol import runs as rn
+from nbdist.protocol.ids import Generation
+from nbdist.protocol.story import ROWS, Evaluation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.engine.group import Groups
+    from nbdist.protocol.ids import Slot
+
+MAX_BREAKS = 3
+"""So often in a row may a step break among the very same engines; then the error is the user's."""
+
+
+@runtime_checkable
+class Drivable(Protocol):
+    """What the engine asks of a trainer."""
+
+    step: int
+    """Committed steps."""
+
+    async def drive(self, port: Port) -> None:
+        """Train as the port says, giving way to the event loop between steps, until it is over."""
+
+    def pack(self) -> bytes:
+        """The whole state."""
+
+    def unpack(self, data: bytes) -> None:
+        """Load a state, in place; the bytes are known to be ours."""
+
+    def digest(self) -> str:
+        """Equal for equal states, in every process."""
+
+    def parameter_digest(self) -> str:
+        """The same of the parameters alone."""
+
+    def owned(self) -> list[object]:
+        """What it carries: a newcomer is given these through it."""
+
+
+class Ground(Protocol):
+    """What a port stands on: `engine.runs.Runs`."""
+
+    slot: Slot
+    groups: Groups
+    tell: Callable[[ev.Event], None]
+    poll: Callable[[], None]
+
+    def wait(self) -> None:
+        """Block until orders have come, and carry them out."""
+
+    async def wait_async(self) -> None:
+        """The same, while the event loop carries them out and runs cells."""
+
+
+class Port:
+    """One run on this engine, as its loop sees it."""
+
+    def __init__(self, ground: Ground, spec: rn.RunSpec, trainer: Drivable) -> None:
+        self._ground = ground
+        self.spec, self.trainer = spec, trainer
+        self.go_until: int | None = None
+        """Train until so many steps are committed; None: stand and wait."""
+        self.is_over = False
+        self.fault: Exception | None = None
+        """With `is_over`: what an own loop raises."""
+        self.wants_hold = False
+        """To be said in the next vote."""
+        self.settings: list[dict[str, float]] = []
+        """Changes to be made before going on."""
+        self.begun: int | None = None
+        """The step that is being trained, and whether it may take long."""
+        self.is_patient = False
+        self._rows: deque[tuple[Any, ...]] = deque()
+        self._flushing = threading.Lock()
+        self._breaks: tuple[tuple[int, ...], int] = ((), 0)
+        """Engines among which the last attempts broke, and how many did."""
+
+    # ---- the world
+
+    @property
+    def generation(self) -> int:
+        """Of the present group."""
+        return self._ground.groups.generation
+
+    @property
+    def rank(self) -> int:
+        """In the present group."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Of the present group."""
+        return dist.get_world_size()
+
+    # ---- what the loop calls
+
+    def poll(self) -> None:
+        """Carry out orders that have come; never waits."""
+        self._ground.poll()
+
+    def wait(self) -> None:
+        """Own loops: block until an order has been carried out."""
+        self._ground.wait()
+
+    async def wait_async(self) -> None:
+        """Tasks: the same, while cells run."""
+        await self._ground.wait_async()
+
+    def begin_step(self, step: int, *, patient: bool) -> None:
+        """An attempt at a step begins; `patient`: it may take long (first step, evaluation)."""
+        self.begun, self.is_patient = step, patient
+
+    def hold(self, step: int) -> None:
+        """The loop stands, `step` steps being committed. Said once for each `GoOn`."""
+        if self.go_until is None:
+            return
+        self._stand()
+        self._ground.tell(
+            rn.RunHeld(
+                slot=self._ground.slot,
+                pid=os.getpid(),
+                generation=Generation(self.generation),
+                run=self.spec.run,
+                step=step,
+            )
+        )
+
+    def committed(self, row: tuple[Any, ...]) -> None:
+        """A step is applied; `row` as `protocol.story.ROWS`."""
+        self._rows.append(row)
+        self._breaks = ((), 0)
+
+    def broken(self, step: int, error: BaseException) -> bool:
+        """Whether an error in an attempt is the group's: then wait, and repeat the step.
+
+        False where it is the user's own, or where the step has broken again and again although
+        nobody was lost.
+        """
+        groups = self._ground.groups
+        was_cut = groups.cut_generation == groups.generation
+        is_ours = is_communication_error(error) or (was_cut and isinstance(error, RuntimeError))
+        members, num_breaks = self._breaks
+        num_breaks = num_breaks + 1 if members == groups.pids else 1
+        self._breaks = groups.pids, num_breaks
+        if not is_ours or num_breaks > MAX_BREAKS:
+            return False
+        generation = Generation(groups.generation)
+        if not was_cut:
+            self._ground.tell(
+                ev.CollectiveFailed(
+                    slot=self._ground.slot,
+                    pid=os.getpid(),
+                    generation=generation,
+                    error=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                )
+            )
+        self._stand()
+        self._ground.tell(
+            rn.StepBroken(
+                slot=self._ground.slot, run=self.spec.run, generation=generation, step=step
+            )
+        )
+        return True
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """An evaluation is done."""
+        self._ground.tell(
+            rn.RunEvaluated(slot=self._ground.slot, run=self.spec.run, evaluation=evaluation)
+        )
+
+    def raised(self, error: BaseException) -> None:
+        """The user's code raised; said once."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self._stand()
+        self._ground.tell(
+            rn.RunRaised(
+                slot=self._ground.slot, pid=os.getpid(), run=self.spec.run, fault=_fault_of(error)
+            )
+        )
+
+    def left(self, step: int) -> None:
+        """An own loop was left early; said once."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self._stand()
+        self._ground.tell(
+            rn.RunLeft(slot=self._ground.slot, pid=os.getpid(), run=self.spec.run, step=step)
+        )
+
+    # ---- what others call
+
+    def flush(self) -> None:
+        """Report the steps that were committed. From any thread."""
+        with self._flushing:
+            rows = [self._rows.popleft() for _ in range(len(self._rows))]
+            if rows:
+                data = np.array(rows, dtype=ROWS).tobytes()
+                self._ground.tell(
+                    rn.StepsCommitted(slot=self._ground.slot, run=self.spec.run, rows=data)
+                )
+
+    def go_on(self, until: int) -> None:
+        """Train until so many steps are committed."""
+        self.go_until, self.wants_hold = until, False
+
+    def end(self, fault: rn.RunFault | None) -> None:
+        """The run is over."""
+        self._stand()
+        if fault is not None and not self.is_over:
+            self.fault = RunEnded(f"{fault.kind}: {fault.message}")
+        self.is_over = True
+
+    def _stand(self) -> None:
+        self.go_until, self.wants_hold, self.begun = None, False, None
+        self.flush()
+
+
+def _fault_of(error: BaseException) -> rn.RunFault:
+    lines = traceback.format_exception(error)
+    return rn.RunFault(
+        kind=type(error).__name__,
+        message=str(error),
+        rank=dist.get_rank() if dist.is_initialized() else None,
+        traceback=tuple("".join(lines).splitlines()),
+    )

@@ -1,0 +1,223 @@
+"""The training run of this engine, if there is one: where the supervisor's orders meet it.
+
+Runs in the engine's main thread, but for `Runs.wake`, which the agent's thread calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from nbdist.engine.port import Drivable, Port
+from nbdist.errors import WrongState
+from nbdist.protocol import runs as rn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.engine.group import Groups
+    from nbdist.protocol import events as ev
+    from nbdist.protocol.ids import CellId, Slot
+
+log = logging.getLogger(__name__)
+_present: Runs | None = None
+
+
+def present() -> Runs | None:
+    """The runs of this process; None where it is no engine."""
+    return _present
+
+
+class Runs:
+    """The run of this engine, if there is one.
+
+    Args:
+        slot: whose.
+        groups: this engine's.
+        user_ns: the user's variables.
+        tell: sends an event to the supervisor, from any thread.
+        poll: carries out the orders that have come.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        groups: Groups,
+        user_ns: dict[str, Any],
+        *,
+        tell: Callable[[ev.Event], None],
+        poll: Callable[[], None],
+    ) -> None:
+        global _present  # noqa: PLW0603 - one process, one engine; the trainer finds it here
+        _present = self
+        self.slot, self.groups, self.tell, self.poll = slot, groups, tell, poll
+        self._user_ns = user_ns
+        self.port: Port | None = None
+        self._spec: rn.RunSpec | None = None
+        """The run under which the present group was formed."""
+        self.cell: CellId | None = None
+        """The cell that runs now."""
+        self.is_replaying = False
+        """A replay trains nothing."""
+        self._num_loops: tuple[CellId | None, int] = (None, 0)
+        self._woken = threading.Event()
+        """An order has come."""
+        self._news = asyncio.Event()
+        """An order about the run was carried out."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- the trainer's side
+
+    def enter(self, trainer: Drivable, steps: int) -> Port:
+        """A cell's own loop begins.
+
+        Raises:
+            WrongState: a run goes on with this engine, or no cell of nbdist runs.
+        """
+        if self.port is not None and not self.port.is_over:
+            raise WrongState(
+                "a run trains on these engines now; run.wait() waits for its end, run.stop() or "
+                "%dist_stop ends it"
+            )
+        if self.cell is None:
+            raise WrongState(
+                "trainer.steps() runs in a %%distributed cell; trainer.fit() elsewhere"
+            )
+        cell, number = self._num_loops
+        self._num_loops = self.cell, number + 1 if cell == self.cell else 0
+        loop = self._num_loops[1]
+        spec = rn.RunSpec(run=rn.cell_run(self.cell, loop), name="", cell=self.cell)
+        self.port = Port(self, spec, trainer)
+        self.tell(
+            rn.RunEntered(
+                slot=self.slot,
+                pid=os.getpid(),
+                cell=self.cell,
+                loop=loop,
+                step=trainer.step,
+                steps=steps,
+            )
+        )
+        return self.port
+
+    def wait(self) -> None:
+        """Block until orders have come, and carry them out."""
+        self._woken.wait()
+        self._woken.clear()
+        self.poll()
+
+    async def wait_async(self) -> None:
+        """The same, while the event loop carries them out and runs cells."""
+        await self._news.wait()
+        self._news.clear()
+
+    # ---- orders
+
+    def wake(self) -> None:
+        """An order has come. From the agent's thread."""
+        self._woken.set()
+
+    def take(self, order: rn.RunOrder) -> None:
+        """Carry out an order."""
+        port = self.port
+        if isinstance(order, rn.BindRun):
+            self._bind_and_say(order.spec)
+            return
+        run = order.spec.run if isinstance(order, rn.GoOn) else order.run
+        if port is None or port.spec.run != run:
+            return
+        match order:
+            case rn.GoOn(generation=generation, until=until):
+                if generation == self.groups.generation:
+                    port.go_on(until)
+            case rn.HoldRun():
+                port.wants_hold = True
+            case rn.SetRun(lr=lr):
+                port.settings.append({"lr": lr})
+            case rn.EndRun(fault=fault):
+                port.end(fault)
+                self.port = None
+        self._news.set()
+
+    def prepare(self, spec: rn.RunSpec | None) -> int | None:
+        """A group was formed under a run: the steps that its trainer has committed here.
+
+        None where it is not here.
+        """
+        port, self._spec = self.port, spec
+        if spec is None:
+            return None
+        if port is not None and port.spec.run != spec.run:
+            port.end(None)
+            self.port = port = None
+        port = port or self._bind_if_here(spec)
+        return port.trainer.step if port is not None else None
+
+    # ---- what a newcomer is given
+
+    def owned(self) -> set[int]:
+        """Identities of what belongs to the trainer of the present run."""
+        return {id(o) for o in self.port.trainer.owned()} if self.port is not None else set()
+
+    def offer(self) -> tuple[bytes, str]:
+        """The present trainer, packed, and the digest of its state."""
+        if self.port is None:
+            raise WrongState("no run goes on here")
+        trainer = self.port.trainer
+        return trainer.pack(), trainer.digest()
+
+    def receive(self, data: bytes) -> str:
+        """Take over a state; the digest of what is here then."""
+        port = self.port or self._bind_if_here(self._spec)
+        if port is None:
+            raise WrongState("no trainer is here that could take over a state")
+        port.trainer.unpack(data)
+        return port.trainer.digest()
+
+    # ---- tasks
+
+    def _bind_and_say(self, spec: rn.RunSpec) -> None:
+        trainer, fault = self._user_ns.get(spec.name), None
+        if spec.name not in self._user_ns:
+            fault = rn.RunFault(kind="NameError", message=f"name {spec.name!r} is not defined")
+        elif not isinstance(trainer, Drivable):
+            kind = type(trainer).__name__
+            text = f"{spec.name} is a {kind}, not a nbdist.train.Trainer"
+            fault = rn.RunFault(kind="TypeError", message=text)
+        elif self.port is not None:
+            fault = rn.RunFault(kind="WrongState", message="another run goes on here")
+        else:
+            self._bind(spec, trainer)
+        self.tell(
+            rn.RunBound(
+                slot=self.slot,
+                pid=os.getpid(),
+                run=spec.run,
+                step=trainer.step if isinstance(trainer, Drivable) else 0,
+                fault=fault,
+            )
+        )
+
+    def _bind_if_here(self, spec: rn.RunSpec | None) -> Port | None:
+        """A newcomer's trainer, made by the replay or given whole."""
+        trainer = self._user_ns.get(spec.name) if spec is not None else None
+        if spec is None or spec.cell is not None or not isinstance(trainer, Drivable):
+            return None
+        return self._bind(spec, trainer)
+
+    def _bind(self, spec: rn.RunSpec, trainer: Drivable) -> Port:
+        self.port = Port(self, spec, trainer)
+        task = asyncio.get_event_loop().create_task(self._drive(self.port), name="nbdist-run")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return self.port
+
+    async def _drive(self, port: Port) -> None:
+        try:
+            await port.trainer.drive(port)
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it is reported
+            log.info("the run's loop ended: %s: %s", type(error).__name__, error)
+            port.raised(error)
