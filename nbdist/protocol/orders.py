@@ -211,11 +211,15 @@ class RanksReleased(Order, frozen=True, kw_only=True):
     reason: str
 
 
+AnswerBody = WorldView | CellAdmitted | Done | Refused | rn.RunBegun | rn.RunReport
+"""What an order may be answered with."""
+
+
 class Answer(Order, frozen=True, kw_only=True):
     """Envelope of an answer."""
 
     number: int
-    body: WorldView | CellAdmitted | Done | Refused | rn.RunBegun | rn.RunReport
+    body: AnswerBody
 
 
 Notice = Answer | WorldView | EngineLost | RanksReleased | rn.CellTrains | rn.SendCellTo

@@ -57,6 +57,10 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     state: RunState
     target: int
     """It ends when so many steps are committed."""
+    stands: bool = True
+    """No member trains now."""
+    until: int | None = None
+    """It pauses when so many steps are committed."""
     fault: RunFault | None = None
     """Set where it failed."""
 
@@ -120,7 +124,11 @@ class RunReport(RunMessage, frozen=True, kw_only=True):
 
     view: RunView
     first: int
-    """Place of the first of `rows`; smaller than asked where later rows replace earlier ones."""
+    """Place of the first of `rows`, counted from the run's first step.
+
+    Smaller than asked: the last rows are sent again, since a step whose holders all died runs once
+    more.
+    """
     rows: bytes
     """Committed steps from there on, of dtype `protocol.story.ROWS`."""
     durable: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 from collections import deque
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbdist.protocol import orders as od
+from nbdist.protocol import runs as rn
+from nbdist.protocol.ids import RunId
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.seats import BY_USER, SeatState
 from nbdist.supervisor.view import view_of
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from nbdist.supervisor.journal import Journal
     from nbdist.supervisor.state import Machine
 
+NUM_AGAIN = 64
+"""So many of the rows that a kernel has are sent again: a step may have run once more."""
+_OF_RUNS = (rn.BeginRun, rn.SteerRun, rn.SetRun, rn.QueryRun)
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "STOP": signal.SIGSTOP}
 
 
@@ -35,6 +41,8 @@ class Waiter:
     """Exits to be recorded."""
     size: int | None = None
     """Seats that must all be members."""
+    steer: rn.SteerRun | None = None
+    """A run that must have come to what was ordered."""
 
 
 class Desk:
@@ -58,6 +66,7 @@ class Desk:
         self._send, self._signal_engine = send, signal_engine
         self._kernels: set[bytes] = set()
         self._cells: dict[CellId, tuple[Waiter, od.BeginCell]] = {}
+        self._begun: dict[RunId, Waiter] = {}
         self._waiters: list[Waiter] = []
         self._goodbyes: list[Waiter] = []
         self._losses: deque[od.EngineLost] = deque(maxlen=64)
@@ -69,8 +78,15 @@ class Desk:
 
     def take(self, identity: bytes, request: od.Request, now: float) -> None:
         """Carry out one order of a kernel."""
-        machine, waiter = self._machine, Waiter(identity, request.number)
-        match request.order:
+        waiter = Waiter(identity, request.number)
+        if isinstance(request.order, _OF_RUNS):
+            self._take_run(waiter, request.order, now)
+        else:
+            self._take(waiter, request.order, now)
+
+    def _take(self, waiter: Waiter, its: od.KernelOrder, now: float) -> None:
+        machine = self._machine
+        match its:
             case od.Attach() as order:
                 self._attach(waiter, order, now)
             case od.Ping():
@@ -97,6 +113,58 @@ class Desk:
             case od.Shutdown():
                 self._goodbyes.append(waiter)
 
+    def _take_run(
+        self,
+        waiter: Waiter,
+        order: rn.BeginRun | rn.SteerRun | rn.SetRun | rn.QueryRun,
+        now: float,
+    ) -> None:
+        if isinstance(order, rn.QueryRun):
+            self._answer(waiter, self._report(order))
+        elif isinstance(order, rn.BeginRun):
+            run = RunId(secrets.token_hex(6))
+            self._begun[run] = waiter
+            if refusal := self._machine.begin_run(run, order, now):
+                self.begun(run, od.Refused(kind="WrongState", message=refusal))
+        elif refusal := self._machine.steer_run(order, now):
+            self._answer(waiter, od.Refused(kind="WrongState", message=refusal))
+        elif isinstance(order, rn.SetRun):
+            self._answer(waiter, od.Done())
+        else:
+            waiter.steer = order
+            self._waiters.append(waiter)
+
+    def begun(self, run: RunId, answer: rn.RunBegun | od.Refused) -> None:
+        """A `BeginRun` is answered."""
+        if waiter := self._begun.pop(run, None):
+            self._answer(waiter, answer)
+
+    def _report(self, order: rn.QueryRun) -> rn.RunReport | od.Refused:
+        machine = self._machine
+        run = machine.runs.find(order.run)
+        if run is None:
+            text = "this run is not known here; the last ones are, and those of this cluster only"
+            return od.Refused(kind="WrongState", message=text)
+        progress = run.progress
+        first = max(0, order.num_known - NUM_AGAIN, progress.num_dropped)
+        return rn.RunReport(
+            view=run.view(is_whole=machine.phase is Phase.RUNNING),
+            first=first,
+            rows=progress.rows[first - progress.num_dropped :].tobytes(),
+            durable=progress.durable(machine.membership.slots),
+            evaluations=tuple(run.evaluations),
+            num_dropped=progress.num_dropped,
+        )
+
+    def _steered(self, order: rn.SteerRun) -> od.Done | None:
+        """Whether it has come to what was ordered."""
+        run = self._machine.runs.find(order.run)
+        if run is None or run.is_over:
+            return od.Done()
+        if order.action in ("pause", "step"):
+            return od.Done() if run.state == "paused" and run.until is None else None
+        return od.Done() if order.action == "resume" and run.is_going else None
+
     def admitted(self, cell: CellId, answer: od.CellAdmitted | od.Refused) -> None:
         """A `BeginCell` is answered."""
         if cell not in self._cells:  # given up by the kernel meanwhile
@@ -117,8 +185,12 @@ class Desk:
     def settle(self) -> None:
         """Answer what can be answered now."""
         for waiter in list(self._waiters):
-            answer = self._scaled(waiter.size) if waiter.size is not None else None
-            if waiter.size is None and not waiter.pids:
+            answer: od.Done | od.Refused | None = None
+            if waiter.size is not None:
+                answer = self._scaled(waiter.size)
+            elif waiter.steer is not None:
+                answer = self._steered(waiter.steer)
+            elif not waiter.pids:
                 answer = od.Done()
             if answer is not None:
                 self._waiters.remove(waiter)
@@ -165,8 +237,6 @@ class Desk:
             self._signal_engine(seat.pid or 0, SIGNALS[order.signal])
         self._waiters.append(waiter)
 
-    def _answer(
-        self, waiter: Waiter, body: od.WorldView | od.CellAdmitted | od.Done | od.Refused
-    ) -> None:
+    def _answer(self, waiter: Waiter, body: od.AnswerBody) -> None:
         if waiter.number:
             self._send(waiter.identity, od.Answer(number=waiter.number, body=body))

@@ -36,6 +36,8 @@ class Gate:
     """The cells of one cluster."""
 
     open: set[CellId] = field(default_factory=set)
+    ranks: dict[CellId, tuple[int, ...] | None] = field(default_factory=dict)
+    """Open cell -> where it was sent; None: everywhere."""
     waiting: list[WaitingCell] = field(default_factory=list)
     failed: dict[CellId, dict[Slot, float]] = field(default_factory=dict)
     """Open cell -> slots on which it raised, and when."""
@@ -57,6 +59,7 @@ class Gate:
                 out.append(RefuseCell(cell.cell, "TargetError", f"no rank {missing[0]}: {world}"))
                 continue
             self.open.add(cell.cell)
+            self.ranks[cell.cell] = cell.ranks
             out.append(AdmitCell(cell.cell, membership, ranks))
         self.waiting = []
         return out
@@ -70,6 +73,7 @@ class Gate:
     def end(self, cell: CellId, now: float) -> None:
         """A cell is over."""
         self.open.discard(cell)
+        self.ranks.pop(cell, None)
         self.failed.pop(cell, None)
         self.interrupted.pop(cell, None)
         self.ended[cell] = now

@@ -1,20 +1,27 @@
 """Which names a newcomer is given, decided from digests of everybody's values. Pure.
 
 A name is copied when it is equal on all survivors, and missing or different on the newcomer. What
-survivors hold differently (`x = rank`) is the newcomer's own, made by the replay.
+survivors hold differently (`x = rank`) is the newcomer's own, made by the replay. The trainer of a
+run goes from the lowest holder of the newest step to newcomers and to members that lag a step
+behind, and counts as handed over only when its digest is the holder's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
+from nbdist.protocol.runs import TRAINER
 from nbdist.supervisor.instructions import Instruction, Tell
 
 if TYPE_CHECKING:
-    from nbdist.protocol.ids import Slot
+    from collections.abc import Mapping
+
+    from nbdist.protocol.ids import Generation, Slot
+    from nbdist.protocol.runs import RunSpec
     from nbdist.protocol.topology import Membership
 
 REPLICATED = ("module:", "optimizer:", "ddp:")
@@ -50,12 +57,30 @@ class Handover:
     Args:
         membership: the group that has just been formed.
         newcomers: members that lack what the others hold.
+        run: a run that is under way.
+        steps: slot -> steps that its trainer has committed; None: it has no trainer yet.
     """
 
-    def __init__(self, membership: Membership, newcomers: tuple[Slot, ...]) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        newcomers: tuple[Slot, ...],
+        run: RunSpec | None = None,
+        steps: Mapping[Slot, int | None] = MappingProxyType({}),
+    ) -> None:
         self._membership = membership
         self._newcomers = newcomers
         self._survivors = tuple(s for s in membership.slots if s not in newcomers)
+        self._run, self._steps = run, steps
+        held = {s: steps[s] or 0 for s in self._survivors} if run is not None else {}
+        self.step = max(held.values(), default=0)
+        """The newest step that a member has committed."""
+        self._donor = next(s for s in self._survivors if held.get(s, 0) == self.step)
+        self._laggards = tuple(s for s, step in held.items() if step < self.step)
+        self._digest = ""
+        """Of the donor's trainer."""
+        self.unfit: dict[Slot, str] = {}
+        """Members whose trainer is not the donor's after all, and why."""
         self._digests: dict[Slot, dict[str, str]] = {}
         self._plan: Plan | None = None
         self._receivers: list[Slot] = []
@@ -65,7 +90,12 @@ class Handover:
     @property
     def is_done(self) -> bool:
         """Every newcomer has what can be given."""
-        return self._plan is not None and not self._receivers
+        return self._plan is not None and not self._receivers and not self.unfit
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anybody lacks anything."""
+        return bool(self._newcomers or self._laggards)
 
     @property
     def silent(self) -> tuple[Slot, ...]:
@@ -75,7 +105,10 @@ class Handover:
         return tuple(s for s in self._membership.slots if s not in self._digests)
 
     def begin(self) -> list[Instruction]:
-        """Ask everybody for digests."""
+        """Ask everybody for digests; without a newcomer, have the trainer offered at once."""
+        if not self._newcomers:
+            self._plan = Plan({}, {})
+            return self._ask_donor(self._membership.generation)
         order = od.FingerprintNames(generation=self._membership.generation)
         return [Tell(slot, order) for slot in self._membership.slots]
 
@@ -89,7 +122,7 @@ class Handover:
             case ev.NamesReceived():
                 if event.slot in self._receivers:
                     self._receivers.remove(event.slot)
-                    self.unsettled[event.slot] |= event.failed
+                    self._received(event)
                 return []
 
     def _fingerprinted(self, event: ev.NamesFingerprinted) -> list[Instruction]:
@@ -98,22 +131,38 @@ class Handover:
             return []
         self._plan = self._decide()
         self.unsettled = {slot: dict(why) for slot, why in self._plan.unsettled.items()}
+        return self._ask_donor(event.generation)
+
+    def _ask_donor(self, generation: Generation) -> list[Instruction]:
+        assert self._plan is not None
+        for slot in self._newcomers if self._run is not None else ():
+            is_there = self._steps.get(slot) is not None
+            whole = () if is_there or self._run is None or not self._run.name else (self._run.name,)
+            self._plan.names[slot] = (*whole, *self._plan.names[slot], TRAINER)
+        self._plan.names.update(dict.fromkeys(self._laggards, (TRAINER,)))
         self._receivers = sorted(slot for slot, names in self._plan.names.items() if names)
         if not self._receivers:
             return []
         ranks = tuple(int(self._membership.rank_of(slot)) for slot in self._receivers)
-        order = od.OfferNames(
-            generation=event.generation, names=self._plan.all_names, receivers=ranks
-        )
-        return [Tell(self._survivors[0], order)]
+        order = od.OfferNames(generation=generation, names=self._plan.all_names, receivers=ranks)
+        return [Tell(self._donor, order)]
+
+    def _received(self, event: ev.NamesReceived) -> None:
+        if self._digest and event.trainer_digest != self._digest:
+            why = event.failed.get(TRAINER, "its digest is another")
+            self.unfit[event.slot] = f"its trainer is not the donor's after the hand-over: {why}"
+        others = {name: why for name, why in event.failed.items() if name != TRAINER}
+        self.unsettled.setdefault(event.slot, {}).update(others)
 
     def _offered(self, event: ev.NamesOffered) -> list[Instruction]:
         out: list[Instruction] = []
         if self._plan is None:
             return out
+        self._digest = event.trainer_digest
         for slot in self._receivers:
             names = self._plan.names[slot]
-            self.unsettled[slot] |= {n: why for n, why in event.failed.items() if n in names}
+            failed = {n: why for n, why in event.failed.items() if n in names}
+            self.unsettled.setdefault(slot, {}).update(failed)
             order = od.ReceiveNames(
                 generation=event.generation,
                 donor=self._membership.rank_of(event.slot),

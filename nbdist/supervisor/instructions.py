@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbdist.protocol.ids import CellId, Slot
-    from nbdist.protocol.orders import AgentOrder, EngineLost, RanksReleased
+    from nbdist.protocol.ids import CellId, RunId, Slot
+    from nbdist.protocol.orders import AgentOrder, EngineLost, RanksReleased, Refused
+    from nbdist.protocol.runs import CellTrains, RunBegun, RunSpec, SendCellTo
     from nbdist.protocol.topology import Membership
 
 
@@ -40,6 +41,8 @@ class Form:
     """Send `FormGroup` to every member, with the address of the store."""
 
     membership: Membership
+    run: RunSpec | None = None
+    """A run that is under way."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,17 @@ class RefuseCell:
 class Notify:
     """Tell the kernel at once."""
 
-    notice: EngineLost | RanksReleased = field()
+    notice: EngineLost | RanksReleased | CellTrains | SendCellTo = field()
 
 
-Instruction = StartEngine | KillEngine | Tell | Form | Replay | AdmitCell | RefuseCell | Notify
+@dataclass(frozen=True)
+class AnswerRun:
+    """Answer a `BeginRun`."""
+
+    run: RunId
+    answer: RunBegun | Refused
+
+
+Instruction = (
+    StartEngine | KillEngine | Tell | Form | Replay | AdmitCell | RefuseCell | Notify | AnswerRun
+)

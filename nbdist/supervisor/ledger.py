@@ -11,15 +11,42 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nbdist.protocol.orders import WorldView
+from nbdist.protocol.story import ROWS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from nbdist.protocol.ids import RunId
+    from nbdist.rundir import RunDir
 
 MAX_BYTES = 4_000_000
 """A longer ledger is begun anew with its last line."""
 
 
 log = logging.getLogger(__name__)
+
+
+class StepLedger:
+    """The committed steps of runs, a file of rows each, for a supervisor that takes over."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self._rundir = rundir
+
+    def append(self, run: RunId, rows: bytes) -> None:
+        """Write rows down."""
+        try:
+            with self._rundir.file(f"steps-{run}").open("ab") as file:
+                file.write(rows)
+        except OSError as error:
+            log.warning("committed steps cannot be written: %s", error)
+
+    def read(self, run: RunId) -> bytes:
+        """All whole rows of a run."""
+        try:
+            data = self._rundir.file(f"steps-{run}").read_bytes()
+        except OSError:
+            return b""
+        return data[: len(data) - len(data) % ROWS.itemsize]
 
 
 class Ledger:

@@ -23,6 +23,7 @@ from nbdist.processes import RUNDIR_VARIABLE, end_processes, spawn
 from nbdist.protocol import events as ev
 from nbdist.protocol import forks, wire
 from nbdist.protocol import orders as od
+from nbdist.protocol import runs as rn
 from nbdist.rundir import Owner, RunDir
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor.desk import Desk
@@ -31,7 +32,7 @@ from nbdist.supervisor.door import Door
 from nbdist.supervisor.hub import HubLink
 from nbdist.supervisor.journal import Journal
 from nbdist.supervisor.launch import Zygote
-from nbdist.supervisor.ledger import Ledger
+from nbdist.supervisor.ledger import Ledger, StepLedger
 from nbdist.supervisor.seats import SeatState
 from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import last_words, view_of
@@ -45,6 +46,7 @@ LEASE_PERIOD_S = 1.0
 FAREWELL_S = 1.0
 """How long engines have to end by themselves at a shutdown."""
 
+_FROM_AGENTS = ev.AgentEvent | rn.RunEvent
 LOG_END_BYTES = 16_384
 """Of a dead engine's log this much is looked at."""
 
@@ -62,6 +64,7 @@ class Loop:
         self._machine = Machine(self._config)
         self._journal = Journal(rundir.file("journal"), self._config.replay_limit_s)
         self._ledger = Ledger(rundir.file("ledger"))
+        self._steps = StepLedger(rundir)
         self._desk = Desk(
             self._machine, self._journal, send=self._door.send, signal_engine=self._signal
         )
@@ -96,7 +99,7 @@ class Loop:
             self._machine.start(now)
         else:
             log.warning("taking up generation %s from the ledger", last.membership.generation)
-            self._machine.take_up(last, self._journal.length, now)
+            self._machine.take_up(last, self._journal.length, now, self._steps.read)
 
     def _poll(self) -> dict[Any, int]:
         poller = zmq.Poller()
@@ -131,7 +134,7 @@ class Loop:
                 if identity.startswith(b"kernel"):
                     self._desk.take(identity, wire.decode(data, od.Request), now)
                 else:
-                    self._agent_says(identity, wire.decode(data, ev.AgentEvent), now)
+                    self._agent_says(identity, wire.decode(data, _FROM_AGENTS), now)
             except wire.WireError as error:
                 log.warning("from %r: %s", identity, error)
             self._carry_out()
@@ -146,6 +149,10 @@ class Loop:
                 self._machine.hello(event, now)
             case ev.JournalReplayed():
                 self._machine.replayed(event, now)
+            case rn.StepsCommitted() | rn.RunBound() | rn.RunEntered() | rn.RunHeld():
+                self._run_says(event, now)
+            case rn.StepBroken() | rn.RunEvaluated() | rn.RunRaised() | rn.RunLeft():
+                self._run_says(event, now)
             case ev.NamesFingerprinted() | ev.NamesOffered() | ev.NamesReceived():
                 self._machine.handed_over(event, now)
             case _:
@@ -164,6 +171,11 @@ class Loop:
                 self._machine.collective_failed(event, now)
             case ev.CellFailedOnRank():
                 self._machine.gate.failed_on(event.cell, event.slot, now)
+
+    def _run_says(self, event: rn.RunEvent, now: float) -> None:
+        if isinstance(event, rn.StepsCommitted):
+            self._steps.append(event.run, event.rows)
+        self._machine.run_says(event, now)
 
     def _beat(self, identity: bytes, event: ev.Beat, now: float) -> None:
         seat = self._machine.seats.get(event.slot)
@@ -296,6 +308,8 @@ class Loop:
                     lines = self._last_lines(notice.slot)
                     notice = msgspec.structs.replace(notice, last_lines=lines)
                 self._desk.tell_kernels(notice)
+            case do.AnswerRun(run, answer):
+                self._desk.begun(run, answer)
             case do.AdmitCell(cell, membership, ranks):
                 self._desk.admitted(cell, od.CellAdmitted(membership=membership, ranks=ranks))
             case do.RefuseCell(cell, kind, message):
@@ -309,11 +323,11 @@ class Loop:
                 self._order(slot, order)
             case do.Form() if not self._zygote.is_ready:
                 self._form_later = instruction  # the zygote says where the store is
-            case do.Form(membership):
+            case do.Form(membership, run):
                 host, port = self._zygote.store_address
+                form = partial(od.FormGroup, membership=membership, run=run)
                 for slot in membership.slots:
-                    order = od.FormGroup(membership=membership, store_host=host, store_port=port)
-                    self._order(slot, order)
+                    self._order(slot, form(store_host=host, store_port=port))
             case do.Replay(slot, since, until, rank, world_size):
                 entries = self._journal.since(since, slot)
                 replay = partial(od.ReplayJournal, entries=entries, until=until)

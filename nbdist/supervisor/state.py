@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
+from nbdist.protocol import runs as rn
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor.gate import RELEASE_AFTER_S, WaitingCell
 from nbdist.supervisor.phase import Phase
@@ -16,7 +17,9 @@ from nbdist.supervisor.seats import End, Seat, SeatState
 from nbdist.supervisor.world import WAY_OUT, World
 
 if TYPE_CHECKING:
-    from nbdist.protocol.ids import CellId, Slot
+    from collections.abc import Callable
+
+    from nbdist.protocol.ids import CellId, Generation, RunId, Slot
     from nbdist.supervisor.handover import HandoverEvent
 
 UNBLOCK_LIMIT_S = 6.0
@@ -60,6 +63,8 @@ class Machine(World):
             self._tell(event.slot, od.BreakGroup(generation=self.generation, reason=self.reason))
         elif self.phase is Phase.RUNNING and event.generation != self.generation:
             self._break(f"slot {event.slot} is not in the group of this generation", now)
+        elif self.phase is Phase.RUNNING and self.runs.is_going:
+            self.runs.go(event.slot, self.membership)  # what it was told may have been lost
 
     def replayed(self, event: ev.JournalReplayed, now: float) -> None:
         """A newcomer ran the journal."""
@@ -69,9 +74,11 @@ class Machine(World):
     def exited(self, event: ev.EngineExited, now: float) -> None:
         """An engine's process is gone; only the first report counts."""
         self.roster.has_ended(event.pid)
+        self._asked_in.discard(event.pid)
         seat = self.roster.seat(event.slot, event.pid)
         if seat is None:
             return
+        self.runs.lost(event.slot)
         was_member = seat.is_in_group and event.slot in self.membership
         end = End.of(seat, event)
         reason = self._vacate(seat, end.how, now)
@@ -116,6 +123,7 @@ class Machine(World):
             return
         if not event.cuttable:
             self._uncuttable.add(event.slot)
+        self._steps[event.slot] = event.step
         self.awaited.discard(event.slot)
         self._go_on(now)
 
@@ -157,6 +165,7 @@ class Machine(World):
         """A cell is over, and the journal is this long now."""
         self.gate.end(cell, now)
         self.roster.journal_length = journal_length
+        self.runs.end_cell(cell, self.membership)
         self._go_on(now)
 
     def interrupt(self, cell: CellId, now: float) -> None:
@@ -167,6 +176,81 @@ class Machine(World):
         self.gate.interrupt(cell, now)
         for slot in self.membership.slots:
             self._tell(slot, od.InterruptMain(cell=cell))
+
+    # ---- runs
+
+    def begin_run(self, run: RunId, order: rn.BeginRun, now: float) -> str:
+        """Train; why that cannot be, in words, or nothing: then the answer follows."""
+        if self.phase is Phase.FAILED:
+            return self.why_failed
+        refusal = self.runs.begin(run, order)
+        if not refusal and self.phase is Phase.RUNNING:
+            self.runs.bind(self.membership)
+            self._go_on(now)
+        return refusal
+
+    def steer_run(self, order: rn.SteerRun | rn.SetRun, now: float) -> str:
+        """Carry out the user's order; why that cannot be, in words, or nothing."""
+        steer = self.runs.set if isinstance(order, rn.SetRun) else self.runs.steer
+        refusal = steer(order)  # type: ignore[arg-type]
+        self._go_on(now)
+        return refusal
+
+    def run_says(self, event: rn.RunEvent, now: float) -> None:
+        """A member reports of a run."""
+        match event:
+            case rn.StepsCommitted():
+                self._committed(event)
+                return
+            case rn.RunEvaluated():
+                self.runs.evaluated(event)
+            case rn.StepBroken():
+                self.runs.broken(event)
+            case rn.RunBound():
+                self.runs.bound(event)
+            case rn.RunHeld() if self._is_of_now(event.generation):
+                if trouble := self.runs.held(event, self.membership):
+                    self._break(trouble, now)
+            case rn.RunEntered() if self.roster.seat(event.slot, event.pid) is not None:
+                ranks = self.gate.ranks.get(event.cell)
+                self.runs.entered(event, self.membership, ranks)
+            case rn.RunLeft():
+                self._left(event, now)
+            case rn.RunRaised():
+                self._raised(event, now)
+            case _:
+                return
+        self._go_on(now)
+
+    def _is_of_now(self, generation: Generation) -> bool:
+        return self.phase is Phase.RUNNING and generation == self.generation
+
+    def _committed(self, event: rn.StepsCommitted) -> None:
+        run = self.runs.find(event.run)
+        if run is not None:
+            self.story.resumed(run, run.progress.add(event.slot, event.rows))
+
+    def _raised(self, event: rn.RunRaised, now: float) -> None:
+        """The user's code raised on one rank: the run is over, and who waits for it is freed."""
+        run = self.runs.present
+        if run is None or run.spec.run != event.run:
+            return
+        self._fail_run(event.fault, now)
+
+    def _left(self, event: rn.RunLeft, now: float) -> None:
+        run = self.runs.present
+        if run is None or run.spec.run != event.run:
+            return
+        run.left[event.slot] = now
+        if set(self.membership.slots) <= set(run.left):
+            run.step = event.step
+            self.runs.end("stopped", self.membership)
+
+    def _fail_run(self, fault: rn.RunFault, now: float) -> None:
+        self.runs.end("failed", self.membership, fault)
+        if self.phase is Phase.RUNNING:
+            where = "" if fault.rank is None else f" on rank {fault.rank}"
+            self._break(f"the run failed{where}: {fault.kind}: {fault.message}", now)
 
     # ---- time
 
@@ -183,6 +267,8 @@ class Machine(World):
         for seat in list(self.seats.values()):
             if seat.beat is not None and seat.beat.waiting is not None:
                 self._look_at_wait(seat, seat.beat.cell, seat.beat.waiting, now)
+        if self.phase is Phase.RUNNING and self.runs.is_going:
+            self._look_at_laggards(now)
         if self.phase is Phase.FORMING and now - self.phase_since > FORM_LIMIT_S:
             for slot in self.awaited:
                 self.kill(self.seats[slot], f"was not in the group within {FORM_LIMIT_S:g} s")
@@ -191,7 +277,11 @@ class Machine(World):
                 self.kill(self.seats[slot], f"the hand-over took longer than {RESTORE_LIMIT_S:g} s")
 
     def _look_at_wait(self, seat: Seat, cell: CellId | None, where: ev.Where, now: float) -> None:
-        if self.phase is Phase.RUNNING:
+        if self.phase is Phase.RUNNING and self._waits_for_leaver(seat, where, now):
+            left = ", ".join(str(self.membership.rank_of(s)) for s in sorted(self._run_left()))
+            text = f"rank {left} left the training loop while the others trained on"
+            self._fail_run(rn.RunFault(kind="WrongState", message=text), now)
+        elif self.phase is Phase.RUNNING:
             since = self.gate.stuck_since(cell, seat.slot)
             is_stuck = since is not None and now - max(since, where.since_s) > RELEASE_AFTER_S
             if is_stuck and seat.beat is not None and seat.beat.generation == self.generation:
@@ -200,6 +290,32 @@ class Machine(World):
             limit_s = 0.0 if seat.slot in self._uncuttable else UNBLOCK_LIMIT_S
             if now - self.phase_since > limit_s:
                 self.kill(seat, "stood in a native wait that a cut of its group did not end")
+
+    def _look_at_laggards(self, now: float) -> None:
+        """In a run: kill whoever stays away from a collective in which all others wait too long.
+
+        The beat of one that holds the interpreter in native code is old, and says the same.
+        """
+        limit_s = self._config.hang_timeout_s
+        seats = [self.seats[slot] for slot in self.membership.slots if slot in self.seats]
+        beats = [seat.beat for seat in seats if seat.beat is not None]
+        waits = [beat.waiting.since_s for beat in beats if beat.waiting is not None]
+        if len(beats) < len(seats) or not waits or now - max(waits) < limit_s:
+            return
+        for seat, beat in zip(seats, beats, strict=True):
+            if beat.waiting is None and not beat.is_patient and beat.step is not None:
+                seat.ordered_at = now - limit_s
+                self.kill(seat, f"hung: away from a collective that others wait in, {limit_s:g} s")
+
+    def _run_left(self) -> dict[Slot, float]:
+        run = self.runs.present
+        return run.left if run is not None else {}
+
+    def _waits_for_leaver(self, seat: Seat, where: ev.Where, now: float) -> bool:
+        """Whether a member waits in a step for one that has left the loop."""
+        left = self._run_left()
+        is_stuck = bool(left) and now - max(*left.values(), where.since_s) > RELEASE_AFTER_S
+        return is_stuck and seat.slot not in left
 
     def _why_released(self, cell: CellId | None) -> str:
         if cell in self.gate.ended:
@@ -216,8 +332,22 @@ class Machine(World):
         """A zygote says who lives."""
         self.roster.adopt(children)
 
-    def take_up(self, view: od.WorldView, journal_length: int, now: float) -> None:
-        """Begin where the ledger ends: a formed group goes on unnoticed, any other is made anew."""
+    def take_up(
+        self,
+        view: od.WorldView,
+        journal_length: int,
+        now: float,
+        rows: Callable[[RunId], bytes] = lambda _run: b"",
+    ) -> None:
+        """Begin where the ledger ends: a formed group goes on unnoticed, any other is made anew.
+
+        Args:
+            view: the world as it was written down last.
+            journal_length: entries of the journal.
+            now: the time.
+            rows: the committed steps of a run, as they were written down.
+        """
+        self.runs.take_up(view.runs, rows)
         self.membership = view.membership
         self.roster.journal_length = journal_length
         self.roster.take_up(view, now)

@@ -9,8 +9,9 @@ what survivors hold and the journal did not bring back. *failed*: nothing is lef
 only a shutdown leads out.
 
 Cells and planned changes exclude one another: a newcomer, or a seat that is given back, is dealt
-with when no cell runs, and cells that begin meanwhile wait until the new world is formed. A loss
-breaks the group at once. What each event does stands in `state`.
+with when no cell runs, and cells that begin meanwhile wait until the new world is formed. Both wait
+until a run has come to a stand at a step boundary that all members share. A loss breaks the group
+at once. What each event does stands in `state`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.protocol import orders as od
 from nbdist.protocol.ids import Generation, Slot
+from nbdist.protocol.runs import RunFault, RunSpec, SendCellTo
 from nbdist.protocol.topology import EMPTY, Membership
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor import policy
@@ -26,6 +28,7 @@ from nbdist.supervisor.gate import Gate
 from nbdist.supervisor.handover import Handover
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.roster import Roster
+from nbdist.supervisor.runs import Runs
 from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
 from nbdist.supervisor.story import Story
 
@@ -44,6 +47,7 @@ class World:
         self.roster = Roster(config, self._out)
         self.gate = Gate()
         self.story = Story()
+        self.runs = Runs(self._out)
         self.phase = Phase.STARTING
         self.phase_since = 0.0
         self.reason = "the first engines are being started"
@@ -53,6 +57,10 @@ class World:
         self.was_running = False
         """Whether a group was ever whole: from then on newcomers are given what members hold."""
         self.handover: Handover | None = None
+        self._steps: dict[Slot, int | None] = {}
+        """Members of a new group -> steps that the trainer of a run has committed there."""
+        self._asked_in: set[int] = set()
+        """Newcomers that the kernel was asked to send the cell that trains."""
         self._form_failures = 0
         self._uncuttable: set[Slot] = set()
         self.notes: tuple[str, ...] = ()
@@ -96,6 +104,8 @@ class World:
         """Nothing is left to go on with."""
         self._enter(Phase.FAILED, reason, now)
         self.awaited, self.handover = set(), None
+        fault = RunFault(kind="RecoveryFailed", message=self.why_failed)
+        self.runs.end("failed", self.membership, fault)
         self._out += self.gate.refuse("RecoveryFailed", self.why_failed)
 
     def _break(self, reason: str, now: float) -> None:
@@ -112,6 +122,7 @@ class World:
         self._out.append(do.Notify(released))
         self._enter(Phase.BREAKING, reason, now)
         self.awaited, self.handover = members, None
+        self.runs.stand()
         for slot in sorted(members):
             self._tell(slot, od.BreakGroup(generation=self.generation, reason=reason))
 
@@ -131,8 +142,11 @@ class World:
             self._form(now)
         elif self.phase is Phase.FORMING:
             self._restore(now)
-        elif self.phase is Phase.RESTORING and (self.handover is None or self.handover.is_done):
-            self._run(now)
+        elif self.phase is Phase.RESTORING:
+            for slot, why in self.handover.unfit.items() if self.handover is not None else ():
+                self.roster.kill(self.seats[slot], why)
+            if self.handover is None or self.handover.is_done:
+                self._run(now)
 
     def _start_if_ready(self, now: float) -> None:
         given_up = self.roster.in_state(SeatState.GIVEN_UP)
@@ -176,7 +190,8 @@ class World:
         self.membership = Membership(generation=following, members=members)
         self._enter(Phase.FORMING, f"forming a group of {len(members)}", now)
         self.awaited, self._uncuttable = {m.slot for m in members}, set()
-        self._out.append(do.Form(self.membership))
+        self._steps = {}
+        self._out.append(do.Form(self.membership, self._spec))
 
     def _restore(self, now: float) -> None:
         self._form_failures = 0
@@ -185,9 +200,13 @@ class World:
         slots = self.membership.slots
         newcomers = tuple(s for s in slots if not self.seats[s].is_holder)
         self.handover = None
-        if self.was_running and newcomers:
-            self.handover = Handover(self.membership, newcomers)
-            self._out += self.handover.begin()
+        if self.was_running:
+            handover = Handover(self.membership, newcomers, self._spec, self._steps)
+            if self.runs.present is not None:
+                self.runs.present.step = max(self.runs.present.step, handover.step)
+            if handover.is_needed:
+                self.handover = handover
+                self._out += handover.begin()
         self._go_on(now)
 
     def _run(self, now: float) -> None:
@@ -195,28 +214,71 @@ class World:
             for slot, unsettled in self.handover.unsettled.items():
                 self.seats[slot].not_restored |= unsettled
         not_restored = {s: self.seats[s].not_restored for s in self.membership.slots}
-        self.story.end(self.membership, not_restored, restoring_since=self.phase_since, now=now)
+        run = self.runs.present
+        self.story.end(
+            self.membership,
+            not_restored,
+            restoring_since=self.phase_since,
+            run=run if run is not None and run.state == "running" else None,
+            now=now,
+        )
         for slot in self.membership.slots:
             self.seats[slot].is_holder, self.seats[slot].restarts = True, 0
         self.was_running, self.handover = True, None
         self._enter(Phase.RUNNING, "", now)
+        self.runs.bind(self.membership)
         self._change_if_due(now)
 
     def _change_if_due(self, now: float) -> None:
-        """Deal with newcomers and leavers when no cell runs; else let waiting cells run."""
-        ready, leavers = self.roster.in_state(SeatState.READY), self._leavers()
-        if not ready and not leavers and not self.roster.is_catching_up:
+        """One thing after the other: a change of the world, waiting cells, the run.
+
+        A run that goes is brought to a stand first; a cell's own loop leaves no room for other
+        cells.
+        """
+        present = self.runs.present
+        is_due = bool(self._newcomers() or self._leavers() or self.roster.is_catching_up)
+        waits = bool(self.gate.waiting) and self.runs.cell is None
+        if self.runs.is_going and present is not None:
+            if is_due or waits or present.wants_stand:
+                self.runs.hold(self.membership)
+            return
+        if is_due:
+            self._change(now)
+            return
+        if self.runs.cell is None:
             self._out += self.gate.admit(self.membership)
-        elif not self.gate.open:
-            complete = self._ready_and_complete(now)
-            if not self.roster.is_catching_up:
-                what = "a seat is filled" if complete else "a seat is given back"
-                self._break(f"the world changes: {what}", now)
-                self._go_on(now)
+        if not self.gate.open - {self.runs.cell}:
+            self.runs.advance(self.membership)
+
+    def _change(self, now: float) -> None:
+        """Admit newcomers and let leavers go, when no cell runs."""
+        if self.gate.open - {self.runs.cell}:
+            return
+        complete = self._ready_and_complete(now)
+        if not self.roster.is_catching_up:
+            what = "a seat is filled" if complete else "a seat is given back"
+            self._break(f"the world changes: {what}", now)
+            self._go_on(now)
+
+    def _newcomers(self) -> list[Seat]:
+        """Those that can be admitted; where a cell trains, only when they are in that cell too."""
+        ready = self.roster.in_state(SeatState.READY)
+        run = self.runs.present
+        if run is None or run.spec.cell is None:
+            return ready
+        for seat in ready:
+            is_asked = seat.slot in run.entered or seat.pid in self._asked_in
+            if seat.pid is not None and seat.engine_id is not None and not is_asked:
+                self._asked_in.add(seat.pid)
+                notice = SendCellTo(
+                    cell=run.spec.cell, slot=seat.slot, engine_id=seat.engine_id, pid=seat.pid
+                )
+                self._out.append(do.Notify(notice))
+        return [seat for seat in ready if seat.slot in run.entered]
 
     def _ready_and_complete(self, now: float) -> list[Seat]:
         """Newcomers that can be admitted; those that lack what ran meanwhile replay it first."""
-        ready = self.roster.in_state(SeatState.READY)
+        ready = self._newcomers()
         for seat in ready:
             if seat.replayed < self.roster.journal_length:
                 self.roster.replay(seat, now)
@@ -239,6 +301,12 @@ class World:
             self.story.begin("scaled", self.generation, scaled, "user", now)
 
     # ---- helpers
+
+    @property
+    def _spec(self) -> RunSpec | None:
+        """The run that is under way."""
+        run = self.runs.present
+        return run.spec if run is not None and run.state != "binding" else None
 
     def _tell(self, slot: Slot, order: od.AgentOrder) -> None:
         self._out.append(do.Tell(slot, order))

@@ -1,0 +1,93 @@
+"""The committed steps of one run: rows as they come from the members, and what they say. Pure.
+
+Every member reports every step that it has applied; the first report of a step counts. A step that
+was applied only by members that are gone runs again: then its later row stands.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nbdist.protocol.story import ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from nbdist.protocol.ids import Slot
+
+MAX_ROWS = 1_000_000
+"""64 MB; older rows are dropped and counted."""
+NUM_USUAL = 50
+"""The usual duration of a step is the median of so many."""
+
+
+class Progress:
+    """Committed steps from `first` on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        """Step of the oldest row that is kept."""
+        self.num_dropped = 0
+        self.num_replaced = 0
+        """Rows that a later one replaced: their step was lost with all who had applied it."""
+        self._rows: NDArray[np.void] = np.zeros(1024, ROWS)
+        self._size = 0
+        self._acknowledged: dict[Slot, int] = {}
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """All rows that are kept; a view."""
+        return self._rows[: self._size]
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.first + self._size
+
+    def durable(self, members: Iterable[Slot]) -> int:
+        """Steps that every member has acknowledged."""
+        return min((self._acknowledged.get(slot, self.first) for slot in members), default=0)
+
+    def add(self, slot: Slot, data: bytes) -> NDArray[np.void]:
+        """Take a member's report; returns the rows that are new.
+
+        Raises ValueError where `data` is not whole rows.
+        """
+        rows = np.frombuffer(data, ROWS)
+        fresh = [row for row in rows if self._take(row)]
+        if len(rows):
+            self._acknowledged[slot] = int(rows["step"][-1]) + 1
+        return np.array(fresh, ROWS)
+
+    def usual_s(self) -> float:
+        """Median duration of the last steps; 0 before there are any."""
+        seconds = self.rows["seconds"][-NUM_USUAL:]
+        return float(np.median(seconds)) if len(seconds) else 0.0
+
+    def _take(self, row: np.void) -> bool:
+        step, place = int(row["step"]), int(row["step"]) - self.first
+        if place < 0 or step > self.step:
+            return False  # dropped long ago, or a gap: whoever holds the steps between reports them
+        if place < self._size:
+            if self._rows[place]["generation"] >= row["generation"]:
+                return False
+            self.num_replaced += self._size - place
+            self._size = place
+        self._append(row)
+        return True
+
+    def _append(self, row: np.void) -> None:
+        if self._size == MAX_ROWS:
+            keep = MAX_ROWS - MAX_ROWS // 10
+            dropped = self._size - keep
+            self._rows[:keep] = self._rows[dropped : self._size].copy()
+            self._size, self.first = keep, self.first + dropped
+            self.num_dropped += dropped
+        if self._size == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros(len(self._rows), ROWS)])
+        self._rows[self._size] = row
+        self._size += 1
