@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nbdist.supervisor.seats import Seat
 
 PERIOD_S = 0.25
+CLOSE_PERIOD_S = 0.05
+"""Between looks while somebody is silent: what is added to `hang_timeout_s` before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Watchdog:
         """Who hangs, and who is gone for so long that nobody else will report it."""
         if now < self._next_look and not at_once:
             return []
-        self._next_look = now + PERIOD_S
+        is_any_silent = any(watch.is_silent(now) for watch in self._watches.values())
+        self._next_look = now + (CLOSE_PERIOD_S if is_any_silent else PERIOD_S)
         found: list[Hung | ev.EngineExited] = []
         for seat in seats:
             if seat.pid is None:
