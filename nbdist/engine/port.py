@@ -37,8 +37,9 @@ MAX_BREAKS = 3
 class Drivable(Protocol):
     """What the engine asks of a trainer."""
 
-    step: int
-    """Committed steps."""
+    @property
+    def step(self) -> int:
+        """Committed steps."""
 
     async def drive(self, port: Port) -> None:
         """Train as the port says, giving way to the event loop between steps, until it is over."""

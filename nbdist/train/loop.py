@@ -1,0 +1,159 @@
+"""The loop that every training goes through: tasks, own loops in cells, and `fit`.
+
+Runs in the engine's main thread. It stands where the port says so, and yields a step where it goes;
+a step that was broken is yielded again once the port says to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from nbdist.errors import WrongState
+from nbdist.protocol.story import Evaluation
+from nbdist.train.randomness import Kept, seed_all, seed_of
+from nbdist.train.rates import set_base_rate
+from nbdist.train.step import Step, forget
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist.train.ports import RunPort
+    from nbdist.train.state import State
+
+
+def walk(state: State, port: RunPort) -> Iterator[Step | None]:
+    """Steps, one after the other; None: stand, and wait for an order."""
+    kept: Kept | None = None
+    try:
+        while not port.is_over:
+            if port.go_until is None:
+                if kept is not None:
+                    kept.put_back()
+                    kept = None
+                yield None
+                continue
+            if kept is None:
+                kept = Kept(state.device)
+                state.buffers.keep_all()  # a cell may have changed them
+            _apply_settings(state, port)
+            if not _is_ready(state, port):
+                continue
+            if state.step >= port.go_until:
+                port.hold(state.step)
+                continue
+            port.begin_step(state.step, patient=not state.is_warm)
+            step = Step(state, port)
+            yield step
+            if not step.is_over:
+                raise WrongState(
+                    f"{step!r} was not run: the loop's body is `with step:` and what belongs to it"
+                )
+            if step.is_held and not (_is_due(state) and state.step == port.go_until):
+                port.hold(state.step)
+    finally:
+        if kept is not None:
+            kept.put_back()
+        state.loader.forget()
+        state.exchange.end()
+
+
+def own(state: State, port: RunPort) -> Iterator[Step]:
+    """The steps of a loop that the user writes."""
+    for step in _polled(state, port):
+        if step is None:
+            port.wait()
+        else:
+            yield step
+    if port.fault is not None:
+        raise port.fault
+
+
+def train(state: State, step: Step) -> None:
+    """The body of a step where the user has written none."""
+    with step:
+        for batch in step.batches():
+            step.backward(state.objective(state.module, batch))
+
+
+async def drive(state: State, port: RunPort) -> None:
+    """Train as a task of an event loop, giving way between steps."""
+    for step in walk(state, port):
+        if step is None:
+            await port.wait_async()
+        else:
+            train(state, step)
+            await asyncio.sleep(0)
+
+
+def _polled(state: State, port: RunPort) -> Iterator[Step | None]:
+    """Steps, with a look at new orders before each; says where the loop is left early."""
+    try:
+        for step in walk(state, port):
+            yield step
+            port.poll()
+    finally:
+        if not port.is_over:
+            port.left(state.step)
+
+
+def _apply_settings(state: State, port: RunPort) -> None:
+    while port.settings:
+        for name, value in port.settings.pop(0).items():
+            if name != "lr":
+                raise ValueError(f"setting {name!r} is unknown; there is lr")
+            set_base_rate(state.optimizer, state.scheduler, value)
+
+
+def _is_due(state: State) -> bool:
+    """Whether an evaluation belongs to this boundary."""
+    evaluator = state.evaluator
+    return (
+        evaluator is not None
+        and state.step > 0
+        and state.step % evaluator.every == 0
+        and state.evaluated != state.step
+    )
+
+
+def _is_ready(state: State, port: RunPort) -> bool:
+    """Do what comes before a step; False where the group broke in it."""
+    state.exchange.begin(port.rank, port.world_size)
+    try:
+        if state.step == 0 and port.world_size > 1:
+            port.begin_step(state.step, patient=True)
+            _take_from_first(state)
+        if _is_due(state):
+            port.begin_step(state.step, patient=True)
+            _evaluate(state, port)
+    except BaseException as error:
+        if not port.broken(state.step, error):
+            port.raised(error)
+            raise
+        forget(error)
+        return False
+    return True
+
+
+@torch.no_grad()
+def _take_from_first(state: State) -> None:
+    """Before the first step, all ranks take the weights of rank 0."""
+    for tensor in [*state.module.parameters(), *state.module.buffers()]:
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense, 0)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.copy_(dense)
+    state.buffers.keep_all()
+
+
+def _evaluate(state: State, port: RunPort) -> None:
+    assert state.evaluator is not None
+    exchange = state.exchange
+    seed_all(seed_of(state.recipe.seed, state.step, exchange.place.at, 2), state.device)
+    metrics = state.evaluator.run(state.module, state.device, exchange.place, exchange.sum_)
+    state.evaluated = state.step
+    port.evaluated(Evaluation(step=state.step, at=time.monotonic(), metrics=metrics))

@@ -1,0 +1,186 @@
+"""A trainer's whole state as bytes, its digest, and loading it in place.
+
+The bytes are a pickled head, in which tensors are only named, and the tensors' memory. They are
+loaded only where they are known to come from another engine. Runs in the engine's main thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nbdist.engine.digests import fingerprint
+from nbdist.protocol import values
+
+if TYPE_CHECKING:
+    from nbdist.train.state import State
+
+ALIGN_BYTES = 64
+"""Where a tensor may begin."""
+COUNTERS = ("step", "num_skipped", "unit", "evaluated")
+"""Of `State`."""
+_HEAD = struct.Struct("<Q")
+"""Length of the head, first of all."""
+
+
+class _Place(NamedTuple):
+    """Stands in the head for a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+def whole(state: State) -> dict[str, Any]:
+    """Everything that a replica must share; the tensors are the live ones."""
+    return {
+        "counters": {name: getattr(state, name) for name in COUNTERS},
+        "parameters": dict(state.module.named_parameters()),
+        "buffers": dict(state.module.named_buffers()),
+        "optimizer": state.optimizer.state_dict(),
+        "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
+        "registered": {name: obj.state_dict() for name, obj in state.registered.items()},
+    }
+
+
+def pack(state: State) -> bytes:
+    """The whole state as bytes."""
+    parts: list[memoryview] = []
+    size = 0
+
+    def note(tensor: torch.Tensor) -> _Place:
+        nonlocal size
+        data = memoryview(_raw(tensor))
+        place = _Place(tensor.dtype, tuple(tensor.shape), size, data.nbytes)
+        padding = -data.nbytes % ALIGN_BYTES
+        parts.extend((data, memoryview(bytes(padding))))
+        size += data.nbytes + padding
+        return place
+
+    head = values.pack(_map(whole(state), torch.Tensor, note))
+    start = _HEAD.size + len(head)
+    return b"".join((_HEAD.pack(len(head)), head, bytes(-start % ALIGN_BYTES), *parts))
+
+
+def unpack(state: State, data: bytes) -> None:
+    """Load a packed state.
+
+    Parameters and buffers stay the objects that they are, so whatever points at them still does.
+
+    Raises:
+        ValueError: it is the state of another model, or has other parts.
+    """
+    (length,) = _HEAD.unpack_from(data)
+    start = _HEAD.size + length
+    start += -start % ALIGN_BYTES
+    memory = bytearray(memoryview(data)[start:])  # its tensors may be written to
+
+    def view(place: _Place) -> torch.Tensor:
+        if place.num_bytes == 0:
+            return torch.empty(place.shape, dtype=place.dtype)
+        num = place.num_bytes // place.dtype.itemsize
+        flat = torch.frombuffer(memory, dtype=place.dtype, count=num, offset=place.start)
+        return flat.view(place.shape)
+
+    loaded = _map(values.unpack(data[_HEAD.size : _HEAD.size + length]), _Place, view)
+    here = whole(state)
+    _check_parts(here, loaded)
+    with torch.no_grad():
+        for part in ("parameters", "buffers"):
+            for name, tensor in here[part].items():
+                tensor.copy_(loaded[part][name])
+    state.optimizer.load_state_dict(_own(loaded["optimizer"]))
+    if state.scheduler is not None:
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    for name, obj in state.registered.items():
+        obj.load_state_dict(_own(loaded["registered"][name]))
+    for name, value in loaded["counters"].items():
+        setattr(state, name, value)
+    state.attempt, state.committed_at = 0, None
+    state.clear_gradients()
+    state.buffers.keep_all()
+
+
+def digest(state: State) -> str:
+    """Of the whole state: equal for equal states, in every process."""
+    sha = hashlib.sha256()
+    _digest("", whole(state), sha)
+    return sha.hexdigest()
+
+
+def parameter_digest(state: State) -> str:
+    """Of the parameters alone."""
+    sha = hashlib.sha256()
+    _digest("", dict(state.module.named_parameters()), sha)
+    return sha.hexdigest()
+
+
+def _check_parts(here: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Raise ValueError where a loaded state has other parts than this trainer."""
+    for part in ("parameters", "buffers", "registered"):
+        differing = sorted(set(here[part]) ^ set(loaded[part]))
+        if differing:
+            raise ValueError(
+                f"the state has other {part} than this trainer: {', '.join(differing[:8])} "
+                "stand in one of them only. Was the trainer made by the same code on all ranks?"
+            )
+    for part in ("parameters", "buffers"):
+        for name, tensor in here[part].items():
+            if tensor.shape != loaded[part][name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(loaded[part][name].shape)} in the state and "
+                    f"{tuple(tensor.shape)} in this trainer. Was it made by the same code on all "
+                    "ranks?"
+                )
+    if (here["scheduler"] is None) != (loaded["scheduler"] is None):
+        raise ValueError("one of state and trainer has a scheduler, the other has none")
+
+
+def _map(value: Any, kind: type, change: Any) -> Any:
+    """The same nested value with everything of a kind changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) is dict:
+        return {key: _map(item, kind, change) for key, item in value.items()}
+    if isinstance(value, dict):  # of a class of its own, which may carry more
+        new = copy.copy(value)
+        for key, item in value.items():
+            new[key] = _map(item, kind, change)
+        return new
+    if type(value) in (list, tuple):
+        return type(value)(_map(item, kind, change) for item in value)
+    return value
+
+
+def _own(value: Any) -> Any:
+    """The same with tensors that own their memory: who loads them may keep them."""
+    return _map(value, torch.Tensor, torch.Tensor.clone)
+
+
+def _raw(tensor: torch.Tensor) -> Any:
+    """A tensor's memory, as numpy."""
+    plain = tensor.detach().cpu().contiguous().flatten()
+    return plain.view(torch.uint8).numpy() if plain.numel() else b""
+
+
+def _digest(name: str, value: Any, sha: Any) -> None:
+    """Add a nested value, in an order of its own."""
+    if isinstance(value, torch.Tensor):
+        sha.update(f"{name}:{value.dtype}{tuple(value.shape)}".encode())
+        sha.update(_raw(value))
+    elif isinstance(value, Mapping):
+        sha.update(f"{name}:{len(value)} items".encode())
+        for key in sorted(value, key=repr):
+            _digest(f"{name}.{key!r}", value[key], sha)
+    elif isinstance(value, (list, tuple)):
+        sha.update(f"{name}:{len(value)} items".encode())
+        for place, item in enumerate(value):
+            _digest(f"{name}.{place}", item, sha)
+    else:
+        sha.update(f"{name}:{fingerprint(value)}".encode())

@@ -1,0 +1,111 @@
+"""Everything that one trainer consists of in one process: what its loop works on.
+
+Runs in the engine's main thread; making one does no communication.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.errors import WrongState
+from nbdist.train.buffers import Buffers
+from nbdist.train.evaluate import Evaluator
+from nbdist.train.loading import Loader, Part, check_data
+from nbdist.train.objective import Objective
+from nbdist.train.randomness import seeded
+from nbdist.train.sampling import Sampling, share
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from nbdist.train.recipe import Recipe
+
+
+MAX_LOGGED = 10_000
+"""Numbers of one name that are kept."""
+
+
+class State:
+    """A trainer's parts, and how far it has come."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        data = check_data(recipe.data)
+        self.sampling = Sampling(len(data), recipe.global_batch, seed=recipe.seed, tail=recipe.tail)
+        self.loader = Loader(data, recipe.collate, num_workers=recipe.num_workers, seed=recipe.seed)
+        self.objective = Objective(recipe.loss, recipe.forward, recipe.precision)
+        with seeded(recipe.seed, torch.device("cpu")):
+            self.module: nn.Module = recipe.make_module()
+        self._parameters = list(self.module.parameters())
+        self.device = self._parameters[0].device
+        self.optimizer = recipe.make_optimizer(self.module)
+        self.scheduler = recipe.make_scheduler(self.optimizer)
+        self.buffers = Buffers(self.module)
+        self.exchange = recipe.strategy.exchange(self.module)
+        self.evaluator: Evaluator | None = None
+        if recipe.evaluate is not None:
+            self.evaluator = Evaluator(
+                recipe.evaluate, self.objective, collate=recipe.collate, batch=recipe.global_batch
+            )
+        self.registered: dict[str, Any] = {}
+        self.step = 0
+        """Committed steps."""
+        self.num_skipped = 0
+        """Of them, those whose loss or gradient was not finite: nothing was applied."""
+        self.unit = 1.0
+        """The count of a sample, as the last step had it: with it losses are scaled beforehand."""
+        self.evaluated = 0
+        """Committed steps before the last evaluation."""
+        self.attempt = 0
+        """How often the present step has been broken."""
+        self.is_warm = False
+        """A step has been committed in this process."""
+        self.committed_at: float | None = None
+        """When the last one was, by the monotonic clock."""
+        self.logged: dict[str, deque[tuple[int, float]]] = {}
+        """Name -> step and value, of what own loops have noted in this process."""
+        self.is_in_step = False
+        """The body of a step runs: the optimizer is not the user's to step."""
+        self.optimizer.register_step_pre_hook(self._refuse_step)
+
+    def parts(self, step: int) -> list[Part]:
+        """What this rank fetches for a step, a batch each.
+
+        A rank whose share is empty takes the batch's first sample, which does not count.
+        """
+        batch = self.sampling.batch(step)
+        mine = share(len(batch), *self.exchange.place)
+        num = mine.stop - mine.start
+        if num == 0:
+            return [Part(step, len(batch), batch[:1])]
+        num_parts = min(self.recipe.accumulate, num)
+        cuts = [share(num, i, num_parts) for i in range(num_parts)]
+        own = batch[mine]
+        return [Part(step, mine.start + cut.start, own[cut]) for cut in cuts]
+
+    def gradients(self) -> list[Tensor]:
+        """All that there are."""
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def with_gradient(self) -> list[Tensor]:
+        """The parameters that have one."""
+        return [p for p in self._parameters if p.grad is not None]
+
+    def clear_gradients(self) -> None:
+        """Forget them."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def log(self, name: str, step: int, value: float) -> None:
+        """Note a number."""
+        self.logged.setdefault(name, deque(maxlen=MAX_LOGGED)).append((step, value))
+
+    def _refuse_step(self, *_args: Any) -> None:
+        if self.is_in_step:
+            raise WrongState(
+                "optimizer.step() was called in the body of a step. The trainer steps the "
+                "optimizer itself at the end of `with step:`, on all ranks or on none; leave it out"
+            )

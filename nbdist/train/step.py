@@ -1,0 +1,310 @@
+"""One attempt at one step: its batches, its backward passes, its vote and its commit.
+
+Runs in the engine's main thread. `with step:` ends in the vote, a small sum over all ranks after
+the gradients; whoever has its result applies the step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+import warnings
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from nbdist.errors import WrongState
+from nbdist.train.loading import to_device
+from nbdist.train.objective import weigh
+from nbdist.train.randomness import seed_all, seed_of
+from nbdist.train.rates import present_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from nbdist.train.ports import RunPort
+    from nbdist.train.state import State
+
+LOSS, COUNT, HOLD, FIRST_BUFFER = range(4)
+"""Places in the vote; one for each buffer follows."""
+_FULL = (torch.float32, torch.float64)
+
+
+def forget(error: BaseException) -> None:
+    """Let go of what an error's frames hold.
+
+    Tensors and the group, that is: the next one cannot be formed well while the old one lives.
+    """
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
+class Step:
+    """A step as a loop's body has it.
+
+    Attributes:
+        number: committed steps before it.
+        attempt: how often it has been broken before.
+        generation: of the group that it runs in.
+        epoch: that its samples belong to.
+        indices: samples of this rank.
+    """
+
+    def __init__(self, state: State, port: RunPort) -> None:
+        self.number, self.attempt = state.step, state.attempt
+        self.generation = port.generation
+        self.epoch = state.sampling.epoch(self.number)
+        self._state, self._port = state, port
+        self._began_at = time.monotonic()
+        parts = state.parts(self.number)
+        self._num_global = len(state.sampling.batch(self.number))
+        self._is_empty = parts[0].first >= self._num_global
+        self._num_parts = len(parts)
+        self._first = parts[0].first
+        pieces = [part.indices for part in parts]
+        self.indices: NDArray[np.int64] = (
+            pieces[0][:0] if self._is_empty else np.concatenate(pieces)
+        )
+        self._num_begun = self._num_done = 0
+        """Batches given out; those of them that have gone backward."""
+        self._samples = 0.0
+        """In the present batch."""
+        self._loss = self._count = 0.0
+        self._phase = "new"
+        self._autocast = state.objective.autocast(state.device)
+        self.is_held = False
+        """The vote said that all stand after this step."""
+
+    def __repr__(self) -> str:
+        return f"<step {self.number}, attempt {self.attempt}, generation {self.generation}>"
+
+    # ---- what the body calls
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's share, in as many batches as `accumulate` says."""
+        self._check_phase()
+        if self._num_begun:
+            raise WrongState("step.batches() was called before in this step; go through it once")
+        state = self._state
+        for part, batch in state.loader.batches(self.number, state.parts):
+            if self._num_done < self._num_begun:
+                raise WrongState(_NOT_BACKWARD)
+            self._num_begun += 1
+            self._samples = float(len(part.indices))
+            yield batch if state.device.type == "cpu" else to_device(batch, state.device)
+        if self._num_done < self._num_begun:
+            raise WrongState(_NOT_BACKWARD)
+
+    def backward(self, loss: Any, count: float | torch.Tensor | None = None) -> None:
+        """Go backward from the loss of the present batch; once for each batch.
+
+        Args:
+            loss: the mean over `count` samples, or `(sum, count)`.
+            count: how many samples, tokens … the mean is over; the batch's samples where None.
+                0: the batch does not count, and its loss is not looked at.
+        """
+        self._check_phase()
+        if self._num_begun == 0:
+            raise WrongState(
+                "step.backward() was called outside `for batch in step.batches()`: it belongs to "
+                "one batch"
+            )
+        if self._num_done == self._num_begun:
+            raise WrongState(
+                "step.backward() was called twice for one batch; add the losses, and call it once"
+            )
+        weighed = weigh(loss, self._samples if count is None else float(count), "loss")
+        if not weighed.value.requires_grad:
+            raise ValueError(
+                "the loss does not depend on the model's parameters: it was detached, computed "
+                "under torch.no_grad(), or of something else than trainer.model gave"
+            )
+        weight = 0.0 if self._is_empty else 1.0  # times NaN it is NaN, and all ranks skip
+        self._loss += weighed.value.item() * weighed.factor * weight
+        self._count += weighed.weight * weight
+        weight *= weighed.factor / (self._num_global * self._state.unit)
+        value = weighed.value
+        scaled = (value if value.dtype in _FULL else value.float()) * weight
+        is_last = self._num_begun == self._num_parts
+        with self._state.objective.autocast(self._state.device, is_suspended=True):
+            self._state.exchange.backward(scaled, is_last=is_last)
+        self._num_done += 1
+
+    def generator(self, index: int) -> torch.Generator:
+        """Random numbers for one sample in this step: the same on whichever rank it is."""
+        key = seed_of(self._state.recipe.seed, self.number, int(index), 1)
+        return torch.Generator(self._state.device).manual_seed(key)
+
+    def log(self, **scalars: float) -> None:
+        """Note numbers of this rank; `trainer.logged` has the latest of each name."""
+        for name, value in scalars.items():
+            self._state.log(name, self.number, float(value))
+
+    # ---- from the first line to the commit
+
+    def __enter__(self) -> Self:
+        if self._phase != "new":
+            raise WrongState("a step runs once; the loop yields the next one")
+        self._phase = "body"
+        state = self._state
+        state.clear_gradients()
+        seed_all(seed_of(state.recipe.seed, self.number, self._first), state.device)
+        state.is_in_step = True
+        self._autocast.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._state.is_in_step = False
+        self._autocast.__exit__(kind, error, trace)
+        if error is not None:
+            return self._fail(error)
+        try:
+            self._commit()
+        except BaseException as broken:
+            if not self._fail(broken):
+                raise
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """It was committed, or has failed."""
+        return self._phase == "over"
+
+    def _fail(self, error: BaseException) -> bool:
+        """Undo what the attempt did; whether it is to be repeated."""
+        state = self._state
+        self._phase = "over"
+        state.loader.forget()
+        state.clear_gradients()
+        state.buffers.put_back()
+        if not self._port.broken(self.number, error):
+            self._port.raised(error)
+            return False
+        state.attempt += 1
+        forget(error)
+        return True
+
+    def _commit(self) -> None:
+        """Vote, then apply."""
+        self._check_done()
+        state, exchange = self._state, self._state.exchange
+        changed = state.buffers.changed()
+        vote = torch.tensor(
+            [self._loss, self._count, float(self._port.wants_hold), *changed], dtype=torch.float64
+        )
+        exchange.sum_(vote)
+        result = vote.tolist()
+        changed = result[FIRST_BUFFER:]
+        loss = result[LOSS] / result[COUNT] if result[COUNT] > 0 else math.nan
+        is_applied = math.isfinite(loss)
+        if is_applied and any(changed):
+            weight = len(self.indices) / self._num_global
+            rank = exchange.place.at
+            state.buffers.settle(changed, exchange.sum_, weight=weight, rank=rank)
+        rate = present_rate(state.optimizer)
+        if is_applied:
+            is_applied = self._apply(result[COUNT])
+        if is_applied:
+            state.buffers.keep(changed)
+        else:
+            state.buffers.put_back()
+            state.num_skipped += 1
+        self._step_scheduler(is_applied)
+        self._phase = "over"
+        self.is_held = result[HOLD] > 0
+        self._count_in(loss, rate)
+
+    def _apply(self, count: float) -> bool:
+        """Update the parameters, unless the gradient is not finite."""
+        state = self._state
+        gradients = state.gradients()
+        if not gradients:
+            raise WrongState(
+                "the gradients are gone: zero_grad() was called in the body of a step. The "
+                "trainer clears them itself; leave it out"
+            )
+        unit = count / self._num_global
+        if unit != state.unit:
+            torch._foreach_mul_(gradients, state.unit / unit)
+        if state.recipe.clip_norm is not None:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            if not math.isfinite(norm.item()):
+                return False
+            torch.nn.utils.clip_grads_with_norm_(
+                self._state.with_gradient(), state.recipe.clip_norm, norm
+            )
+        state.unit = unit
+        state.optimizer.step()
+        return True
+
+    def _step_scheduler(self, is_applied: bool) -> None:
+        scheduler = self._state.scheduler
+        if scheduler is None:
+            return
+        if is_applied:
+            scheduler.step()
+            return
+        with warnings.catch_warnings():  # it misses the optimizer's step
+            warnings.simplefilter("ignore")
+            scheduler.step()
+
+    def _count_in(self, loss: float, rate: float) -> None:
+        """The step is committed."""
+        state, port, now = self._state, self._port, time.monotonic()
+        before = self._began_at if state.committed_at is None else state.committed_at
+        state.committed_at, state.is_warm = now, True
+        state.step, state.attempt = self.number + 1, 0
+        place = state.exchange.place
+        port.committed(
+            (
+                self.number,
+                loss,
+                self._num_global,
+                now - before,
+                self.generation,
+                place.num_places,
+                rate,
+                now,
+            )
+        )
+
+    # ---- misuse
+
+    def _check_phase(self) -> None:
+        if self._phase != "body":
+            raise WrongState(
+                f"step {self.number} is not going on; batches() and backward() belong inside "
+                "`with step:`"
+            )
+
+    def _check_done(self) -> None:
+        if self._num_begun == 0:
+            raise WrongState(
+                "the body of the step did not train: go through `for batch in step.batches()` and "
+                "call step.backward(loss, count=…) for each batch"
+            )
+        if self._num_done < self._num_begun:
+            raise WrongState(_NOT_BACKWARD)
+        if self._num_done < self._num_parts:
+            raise WrongState(
+                f"step.batches() was left after {self._num_done} of {self._num_parts} batches; "
+                "go through all of them. A batch that is not to count: "
+                "step.backward(loss, count=0)"
+            )
+
+
+_NOT_BACKWARD = (
+    "step.backward(loss) was not called for a batch. It takes the place of loss.backward(), and "
+    "every rank calls it for each of its batches; for one that is not to count: "
+    "step.backward(loss, count=0)"
+)

@@ -1,0 +1,56 @@
+"""What every strategy is to the training loop.
+
+A strategy has two halves: the settings, a frozen dataclass that the user writes, and the exchange,
+which the settings make for one trainer in one process and which does the communication. The group
+is torch's default group, whichever that is at the moment: an exchange keeps no group. Runs in the
+engine's main thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Place(NamedTuple):
+    """Which part of a batch a rank takes, of how many."""
+
+    at: int
+    num_places: int
+
+
+class Exchange(Protocol):
+    """The working half of a strategy."""
+
+    place: Place
+    """In the present group."""
+
+    def begin(self, rank: int, world_size: int) -> None:
+        """An attempt at a step begins, in a group of this size. Does no communication."""
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add to the gradients.
+
+        `is_last`: and sum them over all ranks; they are complete when it returns.
+        """
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum a tensor on the CPU over all ranks, in place; blocks."""
+
+    def owned(self) -> list[object]:
+        """What it holds on to, that the user could see."""
+
+    def end(self) -> None:
+        """A run is over. Every rank comes here; the next run begins anew on all of them alike."""
+
+
+class Strategy(Protocol):
+    """The settings."""
+
+    def check(self, global_batch: int) -> None:
+        """Raise ValueError where the settings do not fit the trainer."""
+
+    def exchange(self, module: nn.Module) -> Exchange:
+        """The working half, for this module."""

@@ -1,0 +1,161 @@
+"""Data parallelism: every rank holds the whole model and takes a part of each batch.
+
+Gradients are summed by torch's DistributedDataParallel, bucket by bucket while the backward pass
+goes on. The module itself is called and not the wrapper: its reducer is told of a backward pass
+when it begins, not of a forward pass, so a model may be called in any way and as often as the user
+likes, and which pass exchanges gradients is decided where it cannot be missed. Runs in the engine's
+main thread.
+"""
+
+# No `from __future__ import annotations`: DistributedDataParallel reads the hook's annotations.
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.train.checks import check_positive, check_whole
+from nbdist.train.strategies.base import Place
+
+DEFAULT_BUCKET_MB = 25
+"""torch's own. With it, torch makes the first bucket smaller, so that sums begin early."""
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Every rank holds the whole model; gradients are summed over all ranks."""
+
+    bucket_mb: float = DEFAULT_BUCKET_MB
+    """Gradients are summed in pieces of this size, in MiB."""
+    compress: str | None = None
+    """How gradients are compressed on their way; None: not at all."""
+    exact: bool = False
+    """Whether sums are made in an order that does not depend on the number of ranks."""
+    shards: int = 12
+    """With `exact`: into how many parts a batch is cut."""
+    find_unused: bool = False
+    """Whether some parameters may have no part in a loss; costs a walk through the graph."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_positive("bucket_mb", self.bucket_mb)
+        check_whole("shards", self.shards, 1)
+        if self.compress is not None:
+            raise ValueError(
+                f"compress is {self.compress!r}; compression is not there yet: leave it at None"
+            )
+        if self.exact:
+            raise ValueError("exact is True; exact sums are not there yet: leave it at False")
+
+    def check(self, global_batch: int) -> None:
+        """Any batch will do."""
+
+    def exchange(self, module: nn.Module) -> "Replicas":
+        """The working half."""
+        return Replicas(self, module)
+
+
+class Replicas:
+    """Sums gradients over the ranks, each of which holds a replica."""
+
+    def __init__(self, settings: DataParallel, module: nn.Module) -> None:
+        self.place = Place(0, 1)
+        self._settings, self._module = settings, module
+        self._ddp: DistributedDataParallel | None = None
+        self._buckets = _Buckets()
+
+    def begin(self, rank: int, world_size: int) -> None:
+        """An attempt begins. The wrapper is made with the first that has company."""
+        self.place = Place(rank, world_size)
+        if world_size > 1 and self._ddp is None:
+            self._ddp = self._wrap()
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add to the gradients; with the last, sum them over all ranks."""
+        if not is_last or self.place.num_places == 1:
+            loss.backward()
+            return
+        assert self._ddp is not None
+        reducer: Any = self._ddp.reducer
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()  # noqa: SLF001 - what the wrapper's own forward does
+        reducer.prepare_for_backward([loss] if self._settings.find_unused else [])
+        self._buckets.is_complete = False
+        loss.backward()
+        if not self._buckets.is_complete:
+            raise RuntimeError(self._unused())
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks."""
+        if self.place.num_places > 1:
+            _on_backend(tensor)
+
+    def owned(self) -> list[object]:
+        """The wrapper."""
+        return [] if self._ddp is None else [self._ddp]
+
+    def end(self) -> None:
+        """Let go of the wrapper: where a step failed it waits for gradients that never come."""
+        self._ddp = None
+
+    def _wrap(self) -> DistributedDataParallel:
+        """Nothing in here communicates: a newcomer does this when the others do not."""
+        bucket_mb = self._settings.bucket_mb
+        ddp = DistributedDataParallel(
+            self._module,
+            init_sync=False,
+            forward_sync_buffers=False,
+            bucket_cap_mb=None if bucket_mb == DEFAULT_BUCKET_MB else bucket_mb,
+            find_unused_parameters=self._settings.find_unused,
+            gradient_as_bucket_view=True,
+        )
+        ddp.register_comm_hook(self._buckets, _sum_bucket)
+        return ddp
+
+    def _unused(self) -> str:
+        names = [
+            name
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        return (
+            f"the loss does not depend on {len(names)} of the model's parameters: "
+            f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}. Freeze them "
+            "(requires_grad_(False)), use them, or give strategy=DataParallel(find_unused=True)"
+        )
+
+
+class _Buckets:
+    """How far the sums of one backward pass are."""
+
+    is_complete = True
+    """The last bucket is on its way."""
+
+
+def _sum_bucket(
+    state: _Buckets,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """The hook: sums, where torch's own would average; losses are scaled beforehand."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    if bucket.is_last():
+        state.is_complete = True
+    return work.get_future().then(_first)  # type: ignore[no-any-return]
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]
+
+
+def _on_backend(tensor: Tensor) -> None:
+    """NCCL sums on its own devices alone."""
+    if "gloo" in str(dist.get_backend_config()):
+        dist.all_reduce(tensor)
+        return
+    there = tensor.to(torch.device("cuda", torch.cuda.current_device()))
+    dist.all_reduce(there)
+    tensor.copy_(there)

@@ -1,0 +1,407 @@
+"""The training loop against a port that orders, breaks and holds as a supervisor would."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from nbdist.errors import WrongState
+from nbdist.train import Evaluate, Trainer
+from nbdist.train.loop import own, train
+
+NUM_SAMPLES, GLOBAL_BATCH = 40, 8
+
+
+class GroupBroke(RuntimeError):
+    """Stands for what a collective raises when a peer is gone."""
+
+
+class Samples(Dataset):
+    """Remembers which samples were asked for."""
+
+    def __init__(self, num=NUM_SAMPLES):
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(num, 4, generator=generator)
+        self.targets = self.inputs.sum(1, keepdim=True)
+        self.asked = []
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, i):
+        self.asked.append(i)
+        return self.inputs[i], self.targets[i]
+
+
+class FakePort:
+    """Goes on as it was told beforehand; says what it was told."""
+
+    def __init__(self, *until):
+        self.go_until, *self.orders = until
+        self.is_over, self.fault, self.wants_hold = False, None, False
+        self.settings, self.generation, self.rank, self.world_size = [], 1, 0, 1
+        self.told, self.rows, self.evaluations, self.begun = [], [], [], []
+
+    def poll(self):
+        pass
+
+    def wait(self):
+        if not self.orders:
+            self.is_over = True
+            return
+        order = self.orders.pop(0)
+        if callable(order):
+            order()
+        else:
+            self.go_until = order
+
+    async def wait_async(self):
+        await asyncio.sleep(0)
+        self.wait()
+
+    def begin_step(self, step, *, patient):
+        self.begun.append((step, patient))
+
+    def hold(self, step):
+        if self.go_until is not None:
+            self.go_until, self.wants_hold = None, False
+            self.told.append(("held", step))
+
+    def committed(self, row):
+        self.rows.append(row)
+
+    def broken(self, step, error):
+        if not isinstance(error, GroupBroke):
+            return False
+        self.told.append(("broken", step))
+        self.go_until = None
+        self.generation += 1
+        return True
+
+    def evaluated(self, evaluation):
+        self.evaluations.append(evaluation)
+
+    def raised(self, error):
+        self.is_over, self.go_until = True, None
+        self.told.append(("raised", str(error)))
+
+    def left(self, step):
+        self.is_over = True
+        self.told.append(("left", step))
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def make(data=None, **changes):
+    arguments = {
+        "model": build,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "loss": nn.functional.mse_loss,
+        "data": Samples() if data is None else data,
+        "global_batch": GLOBAL_BATCH,
+        "seed": 3,
+    }
+    return Trainer(**arguments | changes)
+
+
+def go(trainer, port):
+    """The task's loop."""
+    asyncio.run(trainer.drive(port))
+
+
+def losses(port):
+    return [row[1] for row in port.rows]
+
+
+@pytest.fixture
+def undisturbed():
+    """A trainer after 12 steps, and what its port was told."""
+    trainer, port = make(), FakePort(12)
+    go(trainer, port)
+    return trainer, port
+
+
+def break_in(trainer, phase, step):
+    """Have the group break once, in one phase of a step."""
+    state, pending = trainer._state, [step]
+
+    def breaks():
+        if state.step == step and pending:
+            pending.clear()
+            raise GroupBroke(phase)
+
+    if phase == "data":
+        fetch = state.loader.batches
+        state.loader.batches = lambda *a: (breaks(), fetch(*a))[1]
+    elif phase == "forward":
+        state.module.register_forward_hook(lambda *a: breaks())
+    elif phase == "backward":
+        backward = state.exchange.backward
+        state.exchange.backward = lambda *a, **k: (backward(*a, **k), breaks())[0]
+    elif phase == "vote":
+        sum_ = state.exchange.sum_
+        state.exchange.sum_ = lambda tensor: (sum_(tensor), breaks())[0]
+    elif phase == "buffers":
+        settle = state.buffers.settle
+        state.buffers.settle = lambda *a, **k: (settle(*a, **k), breaks())[0]
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "vote", "buffers"])
+def test_a_broken_step_is_repeated_as_if_nothing_had_been(undisturbed, phase):
+    """Wherever the group breaks, the step comes again on the same samples, to the same end."""
+    reference, calm = undisturbed
+    trainer, port = make(data := Samples()), FakePort(12, 12)
+    break_in(trainer, phase, 5)
+    go(trainer, port)
+    assert port.told == [("broken", 5), ("held", 12)]
+    assert trainer.digest() == reference.digest()
+    assert losses(port) == losses(calm)
+    assert [row[0] for row in port.rows] == list(range(12))
+    assert [row[4] for row in port.rows] == [1] * 5 + [2] * 7
+    again = 0 if phase == "data" else GLOBAL_BATCH
+    asked = data.asked[: 5 * GLOBAL_BATCH] + data.asked[5 * GLOBAL_BATCH + again :]
+    assert asked == reference._state.loader._fetcher._data.asked
+
+
+def test_nothing_is_communicated_after_a_break(monkeypatch):
+    """Between a break and the next order to go on, the loop only waits."""
+    trainer = make(evaluate=Evaluate(Samples(), every=3))
+    calls, port = [], FakePort(12)
+    port.orders = [lambda: None, lambda: calls.clear() or None, lambda: None, 12]
+    break_in(trainer, "vote", 3)
+    sum_ = trainer._state.exchange.sum_
+    trainer._state.exchange.sum_ = lambda tensor: (calls.append(port.go_until), sum_(tensor))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *a, **k: pytest.fail("called"))
+    go(trainer, port)
+    assert None not in calls
+    assert trainer.step == 12
+
+
+def test_an_evaluation_that_breaks_is_repeated():
+    """It comes once for its step, although the group broke in it."""
+    trainer, port = make(evaluate=Evaluate(Samples(), every=4)), FakePort(12, 12)
+    run, pending = trainer._state.evaluator.run, [True]
+
+    def breaks(*args):
+        if trainer.step == 8 and pending:
+            pending.clear()
+            raise GroupBroke
+        return run(*args)
+
+    trainer._state.evaluator.run = breaks
+    go(trainer, port)
+    assert [evaluation.step for evaluation in port.evaluations] == [4, 8, 12]
+    assert port.told == [("broken", 8), ("held", 12)]
+
+
+def test_the_vote_holds_at_a_common_boundary():
+    """A wish to hold is said in the vote, and the loop stands after that very step."""
+    trainer, port = make(), FakePort(12, 12)
+    commit = port.committed
+    port.committed = lambda row: (commit(row), setattr(port, "wants_hold", row[0] == 3))
+    go(trainer, port)
+    assert port.told == [("held", 5), ("held", 12)]
+    assert trainer.step == 12
+
+
+def test_settings_are_taken_at_a_boundary():
+    """A new rate is used from the next step on, and scheduled from there."""
+    trainer = make(scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 0.5**k))
+    port = FakePort(2, 4)
+    go_on = port.wait
+    port.wait = lambda: (port.settings.append({"lr": 1.0}) if port.orders else None, go_on())
+    go(trainer, port)
+    assert [row[6] for row in port.rows] == pytest.approx([1e-2, 5e-3, 0.25, 0.125])
+
+
+def test_users_random_numbers_are_not_disturbed():
+    """Training draws its own; what a cell draws is as if nothing had been trained."""
+
+    def draw():
+        return torch.rand(2).tolist(), np.random.randn(3).tolist()  # noqa: NPY002
+
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    expected = [draw(), draw()]
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    first = draw()
+    go(make(), FakePort(3))
+    assert [first, draw()] == expected
+
+
+def test_an_error_of_the_users_ends_the_run():
+    """It is told once, and raised; buffers and gradients are as after the last commit."""
+    trainer, port = make(), FakePort(12)
+    before = {}
+
+    def loss(output, target):
+        if trainer.step == 4:
+            before.update(
+                {n: b.clone() for n, b in zip("abc", trainer._state.buffers._kept, strict=True)}
+            )
+            raise ZeroDivisionError("mine")
+        return nn.functional.mse_loss(output, target)
+
+    trainer._state.objective._loss = loss
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        go(trainer, port)
+    assert port.told == [("raised", "mine")]
+    assert all(p.grad is None for p in trainer.model.parameters())
+    for buffer, kept in zip(trainer.model.buffers(), before.values(), strict=True):
+        assert torch.equal(buffer, kept)
+
+
+# ---- own loops
+
+
+def test_an_own_loop_does_what_a_task_does(undisturbed):
+    """The same steps, to the same end, broken and repeated too."""
+    reference, _ = undisturbed
+    trainer, port = make(), FakePort(12, 12)
+    break_in(trainer, "backward", 7)
+    attempts = []
+    for step in own(trainer._state, port):
+        with step:
+            for x, y in step.batches():
+                step.backward(nn.functional.mse_loss(trainer.model(x), y), count=len(x))
+        attempts.append((step.number, step.attempt, step.generation))
+    assert trainer.digest() == reference.digest()
+    assert attempts[6:9] == [(6, 0, 1), (7, 0, 1), (7, 1, 2)]
+    assert port.told == [("broken", 7), ("held", 12)]
+
+
+def test_an_own_loop_that_is_left_early_says_where():
+    """A break is told, once."""
+    trainer, port = make(), FakePort(12)
+    for step in own(trainer._state, port):
+        train(trainer._state, step)
+        if step.number == 3:
+            break
+    del step
+    assert port.told == [("left", 4)]
+
+
+def test_the_fault_of_a_run_is_raised_in_an_own_loop():
+    """Where the run has failed elsewhere, the loop raises what the port says."""
+    trainer, port = make(), FakePort(2)
+    port.fault = WrongState("failed on rank 1")
+    with pytest.raises(WrongState, match="rank 1"):
+        for step in own(trainer._state, port):
+            train(trainer._state, step)
+    assert trainer.step == 2
+
+
+def one_step(body, **changes):
+    trainer = make(**changes)
+    for step in trainer.steps(1):
+        body(trainer, step)
+
+
+def in_step(inner):
+    def body(trainer, step):
+        with step:
+            inner(trainer, step)
+
+    return body
+
+
+def loss_of(trainer, batch):
+    return nn.functional.mse_loss(trainer.model(batch[0]), batch[1])
+
+
+def without_backward(trainer, step):
+    for batch in step.batches():
+        loss_of(trainer, batch)
+
+
+def with_loss_backward(trainer, step):
+    for batch in step.batches():
+        loss_of(trainer, batch).backward()
+
+
+def twice(trainer, step):
+    for batch in step.batches():
+        step.backward(loss_of(trainer, batch))
+        step.backward(loss_of(trainer, batch))
+
+
+def left_early(trainer, step):
+    for batch in step.batches():
+        step.backward(loss_of(trainer, batch))
+        break
+
+
+def skipped(trainer, step):
+    for number, batch in enumerate(step.batches()):
+        if number == 1:
+            continue
+        step.backward(loss_of(trainer, batch))
+
+
+def stepped(trainer, step):
+    for batch in step.batches():
+        step.backward(loss_of(trainer, batch))
+    trainer.optimizer.step()
+
+
+def cleared(trainer, step):
+    for batch in step.batches():
+        step.backward(loss_of(trainer, batch))
+    trainer.optimizer.zero_grad()
+
+
+def detached(trainer, step):
+    for batch in step.batches():
+        step.backward(loss_of(trainer, batch).detach())
+
+
+def again(trainer, step):
+    for batch in step.batches():
+        step.backward(loss_of(trainer, batch))
+    list(step.batches())
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [
+        (lambda trainer, step: None, WrongState, "was not run"),
+        (lambda trainer, step: list(step.batches()), WrongState, "inside `with step:`"),
+        (in_step(lambda trainer, step: None), WrongState, "did not train"),
+        (in_step(without_backward), WrongState, "not called for a batch"),
+        (in_step(with_loss_backward), WrongState, "takes the place of loss.backward"),
+        (in_step(twice), WrongState, "twice for one batch"),
+        (in_step(left_early), WrongState, "left after 1 of 2 batches"),
+        (in_step(skipped), WrongState, "count=0"),
+        (in_step(stepped), WrongState, "optimizer.step() was called"),
+        (in_step(cleared), WrongState, "gradients are gone"),
+        (in_step(detached), ValueError, "does not depend on the model"),
+        (in_step(again), WrongState, "called before in this step"),
+    ],
+)
+def test_a_loop_that_is_written_wrongly_is_told_what_to_change(body, error, words):
+    """Each way to write an own loop wrongly has its message."""
+    with pytest.raises(error) as raised:
+        one_step(body, accumulate=2)
+    assert words in str(raised.value)
+
+
+def test_a_step_knows_what_it_is():
+    """Number, attempt, epoch, samples; generators follow from step and sample; numbers are noted."""
+    trainer = make()
+    seen = []
+    for step in trainer.steps(6):
+        with step:
+            for x, y in step.batches():
+                step.backward(nn.functional.mse_loss(trainer.model(x), y))
+            step.log(double=2 * step.number)
+        seen.append((step.number, step.attempt, step.epoch, len(step.indices)))
+    assert seen == [(i, 0, i // 5, 8) for i in range(6)]
+    assert trainer.logged["double"] == [(i, 2.0 * i) for i in range(6)]
+    draws = [torch.rand(1, generator=step.generator(i)).item() for i in (3, 3, 4)]
+    assert draws[0] == draws[1] != draws[2]
