@@ -110,5 +110,5 @@ def test_nothing_to_train_on_says_so():
         Sampling(0, 4, seed=0)
     with pytest.raises(ValueError, match="tail is 'pad'; it must be one of"):
         Sampling(10, 4, seed=0, tail="pad")
-    with pytest.raises(ValueError, match='data has 3 samples and global_batch is 4'):
+    with pytest.raises(ValueError, match="data has 3 samples and global_batch is 4"):
         Sampling(3, 4, seed=0)

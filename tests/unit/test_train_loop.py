@@ -15,7 +15,7 @@ from nbdist.train.loop import own, train
 NUM_SAMPLES, GLOBAL_BATCH = 40, 8
 
 
-class GroupBroke(RuntimeError):
+class GroupError(RuntimeError):
     """Stands for what a collective raises when a peer is gone."""
 
 
@@ -74,7 +74,7 @@ class FakePort:
         self.rows.append(row)
 
     def broken(self, step, error):
-        if not isinstance(error, GroupBroke):
+        if not isinstance(error, GroupError):
             return False
         self.told.append(("broken", step))
         self.go_until = None
@@ -133,13 +133,13 @@ def break_in(trainer, phase, step):
     def breaks():
         if state.step == step and pending:
             pending.clear()
-            raise GroupBroke(phase)
+            raise GroupError(phase)
 
     if phase == "data":
         fetch = state.loader.batches
         state.loader.batches = lambda *a: (breaks(), fetch(*a))[1]
     elif phase == "forward":
-        state.module.register_forward_hook(lambda *a: breaks())
+        state.module.register_forward_hook(lambda *_: breaks())
     elif phase == "backward":
         backward = state.exchange.backward
         state.exchange.backward = lambda *a, **k: (backward(*a, **k), breaks())[0]
@@ -176,7 +176,7 @@ def test_nothing_is_communicated_after_a_break(monkeypatch):
     break_in(trainer, "vote", 3)
     sum_ = trainer._state.exchange.sum_
     trainer._state.exchange.sum_ = lambda tensor: (calls.append(port.go_until), sum_(tensor))
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda *a, **k: pytest.fail("called"))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: pytest.fail("called"))
     go(trainer, port)
     assert None not in calls
     assert trainer.step == 12
@@ -190,7 +190,7 @@ def test_an_evaluation_that_breaks_is_repeated():
     def breaks(*args):
         if trainer.step == 8 and pending:
             pending.clear()
-            raise GroupBroke
+            raise GroupError
         return run(*args)
 
     trainer._state.evaluator.run = breaks
@@ -223,13 +223,13 @@ def test_users_random_numbers_are_not_disturbed():
     """Training draws its own; what a cell draws is as if nothing had been trained."""
 
     def draw():
-        return torch.rand(2).tolist(), np.random.randn(3).tolist()  # noqa: NPY002
+        return torch.rand(2).tolist(), np.random.randn(3).tolist()
 
     torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     expected = [draw(), draw()]
     torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     first = draw()
     go(make(), FakePort(3))
     assert [first, draw()] == expected
@@ -292,9 +292,13 @@ def test_the_fault_of_a_run_is_raised_in_an_own_loop():
     trainer, port = make(), FakePort(2)
     port.fault = WrongState("failed on rank 1")
     with pytest.raises(WrongState, match="rank 1"):
-        for step in own(trainer._state, port):
-            train(trainer._state, step)
+        go_through(trainer, own(trainer._state, port))
     assert trainer.step == 2
+
+
+def go_through(trainer, steps):
+    for step in steps:
+        train(trainer._state, step)
 
 
 def one_step(body, **changes):
@@ -313,6 +317,14 @@ def in_step(inner):
 
 def loss_of(trainer, batch):
     return nn.functional.mse_loss(trainer.model(batch[0]), batch[1])
+
+
+def nothing(_trainer, _step):
+    pass
+
+
+def outside(_trainer, step):
+    list(step.batches())
 
 
 def without_backward(trainer, step):
@@ -370,9 +382,9 @@ def again(trainer, step):
 @pytest.mark.parametrize(
     ("body", "error", "words"),
     [
-        (lambda trainer, step: None, WrongState, "was not run"),
-        (lambda trainer, step: list(step.batches()), WrongState, "inside `with step:`"),
-        (in_step(lambda trainer, step: None), WrongState, "did not train"),
+        (nothing, WrongState, "was not run"),
+        (outside, WrongState, "inside `with step:`"),
+        (in_step(nothing), WrongState, "did not train"),
         (in_step(without_backward), WrongState, "not called for a batch"),
         (in_step(with_loss_backward), WrongState, "takes the place of loss.backward"),
         (in_step(twice), WrongState, "twice for one batch"),
@@ -392,7 +404,7 @@ def test_a_loop_that_is_written_wrongly_is_told_what_to_change(body, error, word
 
 
 def test_a_step_knows_what_it_is():
-    """Number, attempt, epoch, samples; generators follow from step and sample; numbers are noted."""
+    """Its fields; generators follow from step and sample alone; numbers are noted."""
     trainer = make()
     seen = []
     for step in trainer.steps(6):
