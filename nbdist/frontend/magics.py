@@ -31,7 +31,7 @@ from nbdist.frontend.display import (
     show_warnings,
 )
 from nbdist.frontend.targets import name_ranks, parse_targets
-from nbdist.session import cluster as session
+from nbdist.session import start as session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -6,11 +6,9 @@ shows.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import operator
 import os
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -20,17 +18,14 @@ from nbdist.errors import (
     NotStarted,
     RecoveryFailed,
     StartFailed,
-    WrongState,
 )
 from nbdist.gpus import default_num_engines
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
-from nbdist.rundir import Owner, RunDir
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.link import Link
-from nbdist.session.settings import cluster_config
 from nbdist.session.status import (
     RankStatus,
     check_cell,
@@ -41,19 +36,18 @@ from nbdist.session.status import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from types import TracebackType
 
     from nbdist.config import ClusterConfig
     from nbdist.protocol.events import Incident
     from nbdist.protocol.ids import CellId
+    from nbdist.rundir import RunDir
     from nbdist.session.cell_run import CellRun
     from nbdist.session.outputs import CellResult
 
 SHUTDOWN_LIMIT_S = 8.0
-
-_current: Cluster | None = None
 
 
 class Cluster:
@@ -61,6 +55,8 @@ class Cluster:
 
     def __init__(self, rundir: RunDir, config: ClusterConfig) -> None:
         self.config = config
+        self.on_shutdown: Callable[[], None] = _nothing
+        """Called once, when its shutdown begins."""
         self._rundir = rundir
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -278,14 +274,11 @@ class Cluster:
 
     def shutdown(self) -> None:
         """End all that this cluster started, and nothing else; bounded, whatever the engines do."""
-        global _current  # noqa: PLW0603 - one current cluster per kernel
         if self._is_shut_down or os.getpid() != self._pid:  # a forked child does not own it
             return
         self._is_shut_down = True
         self._cells.on_world_gone("the cluster was shut down while the cell ran")
-        if _current is self:
-            _current = None
-        atexit.unregister(self.shutdown)
+        self.on_shutdown()
         try:
             with contextlib.suppress(NbdistError, TimeoutError):
                 self._link.ask(od.Shutdown(), SHUTDOWN_LIMIT_S)
@@ -351,49 +344,5 @@ class Cluster:
         return self._client.call(engines, function, *args, check=run.raise_if_ended, **kwargs)
 
 
-def start(
-    num_engines: int | None = None, *, profile: str | None = None, **settings: Any
-) -> Cluster:
-    """Start engines and form their group; returns when cells can run.
-
-    Args:
-        num_engines: how many; None: as many as `devices`, else GPUs, else CPU cores.
-        profile: a TOML file with settings in a table `[nbdist]`; arguments stand over it.
-        **settings: fields of `nbdist.config.ClusterConfig`, such as `devices=[0, 1]`,
-            `backend="gloo"`, `policy="shrink"`, `min_world=2`, `hang_timeout_s=10.0`,
-            `start_timeout_s=60.0`, `keep=True`, `threads_per_engine=1`. None: the default.
-
-    Raises:
-        WrongState: a cluster runs already in this kernel.
-        ValueError: a setting that makes no sense; names it, its value, and what is allowed.
-        StartFailed: something did not come up; names it and shows the end of its log.
-    """
-    global _current  # noqa: PLW0603 - one current cluster per kernel
-    if sys.platform == "win32":
-        raise StartFailed("nbdist does not run on Windows; in WSL it does")
-    if _current is not None:
-        how = "shutdown() or %dist_shutdown end it"
-        raise WrongState(f"cluster {_current.id} runs already in this kernel; {how}")
-    config = cluster_config(profile, num_engines=num_engines, **settings)
-    try:
-        rundir = RunDir.create(config, Owner.this())
-    except OSError as error:
-        raise StartFailed(f"the cluster's directory cannot be made: {error}") from error
-    cluster = Cluster(rundir, config)
-    try:
-        cluster.bring_up()
-    except BaseException:
-        cluster.shutdown()
-        raise
-    atexit.register(cluster.shutdown)
-    _current = cluster
-    return cluster
-
-
-def current() -> Cluster:
-    """The cluster of this kernel; raises `NotStarted` where there is none."""
-    if _current is None:
-        raise NotStarted(
-            "no cluster runs in this kernel; start one with %dist_init or nbdist.start()"
-        )
-    return _current
+def _nothing() -> None:
+    """Nobody wants to know."""
