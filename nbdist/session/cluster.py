@@ -26,6 +26,7 @@ from nbdist.protocol import orders as od
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.link import Link
+from nbdist.session.runs import Runs
 from nbdist.session.status import (
     RankStatus,
     check_cell,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from nbdist.rundir import RunDir
     from nbdist.session.cell_run import CellRun
     from nbdist.session.outputs import CellResult
+    from nbdist.session.run import Run
 
 SHUTDOWN_LIMIT_S = 8.0
 
@@ -68,6 +70,7 @@ class Cluster:
             rundir, notice=self._hear, open_cells=self._open_cells, lost=self._world_gone
         )
         self._cells = Cells(self._link, self._client)
+        self._runs = Runs(self._link.ask)
 
     # ---- what it is
 
@@ -109,7 +112,8 @@ class Cluster:
     def status(self) -> list[RankStatus]:
         """The seats now, in slot order."""
         view = self._ask(od.QueryView(), 5.0)
-        return [rank_status(seat) for seat in view.seats]
+        step = self._runs.step()
+        return [rank_status(seat, step) for seat in view.seats]
 
     # ---- cells and values
 
@@ -171,16 +175,43 @@ class Cluster:
         Raises:
             CellFailed: the name is not bound on a rank, or its value cannot be sent.
         """
-        run = self._cells.begin("", ranks=self._chosen(ranks), once=True)
-        try:
-            packed = self._call(calls.PULL, run, name, as_numpy=as_numpy)
-        finally:
-            self._cells.end(run, succeeded=False)
+        packed = self._look(calls.PULL, self._chosen(ranks), name, as_numpy=as_numpy)
         return {rank: values.unpack(data) for rank, data in packed.items()}
+
+    def parameter_digest(self, name: str) -> dict[int, str]:
+        """Rank -> sha256 of all parameters of the trainer or Module that a variable holds.
+
+        Equal strings mean that they are equal bit for bit.
+
+        Raises:
+            CellFailed: the name is not bound on a rank, or holds something else.
+        """
+        return self._look(calls.PARAMETER_DIGEST, self._chosen(None), name)
 
     def sync(self) -> None:
         """Wait until all ranks have come to the same point."""
         self.run("dist.barrier()", once=True)
+
+    # ---- training
+
+    def train(self, name: str, *, steps: int) -> Run:
+        """Train with the trainer that a variable of the engines holds; returns at once.
+
+        Args:
+            name: the variable.
+            steps: so many more committed steps.
+
+        Raises:
+            WrongState: a run goes on already.
+            NbdistError: the variable holds no trainer on some rank; the message says which.
+        """
+        self._seen  # noqa: B018 - raises where the cluster is shut down
+        return self._runs.begin(name, steps)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The training runs that this kernel knows of, oldest first; cells' own loops too."""
+        return self._runs.all()
 
     # ---- faults and size
 
@@ -280,6 +311,7 @@ class Cluster:
         self._cells.on_world_gone("the cluster was shut down while the cell ran")
         self.on_shutdown()
         try:
+            self._runs.shut_down()
             with contextlib.suppress(NbdistError, TimeoutError):
                 self._link.ask(od.Shutdown(), SHUTDOWN_LIMIT_S)
         finally:  # also after an interrupt, and where the supervisor is gone or stuck
@@ -316,6 +348,7 @@ class Cluster:
 
     def _world_gone(self, reason: str) -> None:
         self._cells.on_world_gone(reason)
+        self._runs.cluster_gone("RecoveryFailed", reason)
 
     def _open_cells(self) -> list[CellId]:
         return self._cells.open_cells()
@@ -326,10 +359,10 @@ class Cluster:
             with self._changed:
                 self._view = notice
                 self._changed.notify_all()
-            if notice.phase == "failed":
-                self._cells.on_world_gone(notice.reason)
-        else:
-            self._cells.on_notice(notice)
+            self._runs.hear(notice)
+        self._cells.on_notice(notice)
+        if isinstance(notice, od.WorldView) and notice.phase == "failed":
+            self._cells.on_world_gone(notice.reason)
 
     def _ask(self, order: od.KernelOrder, timeout: float) -> Any:
         self._seen  # noqa: B018 - raises where the cluster is shut down
@@ -338,6 +371,16 @@ class Cluster:
     def _chosen(self, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
         world_size = self.world_size  # raises where the cluster is shut down
         return None if ranks is None else chosen_ranks(ranks, world_size)
+
+    def _look(
+        self, function: str, ranks: tuple[int, ...] | None, *args: Any, **kwargs: Any
+    ) -> dict[int, Any]:
+        """Call a function that changes nothing, between cells and between steps."""
+        run = self._cells.begin("", ranks=ranks, once=True)
+        try:
+            return self._call(function, run, *args, **kwargs)
+        finally:
+            self._cells.end(run, succeeded=False)
 
     def _call(self, function: str, run: CellRun, *args: Any, **kwargs: Any) -> dict[int, Any]:
         engines = {rank: run.membership.members[rank].engine_id for rank in run.ranks}
