@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import CellFailed, EngineDied, NbdistError, RankError
+from nbdist.errors import CellFailed, EngineDied, NbdistError, RankError, RunEnded
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.protocol import values
@@ -203,11 +203,15 @@ class CellRun:
             if info is not None and info["released"]:
                 output.state = "released"
                 return
-            output.state = "error"
             ename = getattr(result, "ename", None) or type(result).__name__
             evalue = getattr(result, "evalue", None) or ""
+            if ename == RunEnded.__name__:  # a consequence of what another rank raised
+                output.state = "released"
+                self.waiting[rank], self.break_reason = "its training loop", evalue
+                return
             traceback = getattr(result, "traceback", None) or []
             lines = traceback.splitlines() if isinstance(traceback, str) else traceback
+            output.state = "error"
             self.errors[rank] = RankError(rank, ename, evalue, lines)
             return
         output.state = "ok"
