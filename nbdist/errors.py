@@ -192,8 +192,8 @@ def named_error(kind: str, message: str) -> NbdistError:
     So the kernel raises the error that an answer carries. A kind that is none of ours, for instance
     what the user's code raised on an engine, becomes a part of the message.
     """
-    ours = (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed, GroupGone, CellFailed)
-    for cls in (*ours, NbdistError):
+    orders = (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed)
+    for cls in (*orders, GroupGone, RunEnded, CellFailed, NbdistError):
         if cls.__name__ == kind:
             return cls(message)
     return NbdistError(f"{kind}: {message}")

@@ -155,15 +155,19 @@ class CellRun:
         with self.changed:
             if not self.is_training or membership.generation <= self.world.generation:
                 return
-            for rank, engine in self.engines.items():
-                has_left = engine.slot in self.world and engine.slot not in membership
-                if has_left and self.outputs[rank].state == "running":
-                    self.outputs[rank].state, self.is_dirty = "lost", True
+            inside = [rank for rank in self.engines if not self._is_outside(rank)]
             self.world = membership
+            for rank in inside:
+                if self._is_outside(rank) and self.outputs[rank].state == "running":
+                    self.outputs[rank].state, self.is_dirty = "lost", True
             self.changed.notify_all()
 
     def on_unreachable(self, rank: int) -> None:
         """ipyparallel's client does not know the engine."""
+        if self._is_outside(rank):  # a newcomer that has ended already
+            with self.changed:
+                self.outputs[rank].state = "lost"
+            return
         text = "ipyparallel's controller does not know its engine, so nothing can be sent to it"
         self.on_world_gone(f"{text}; %dist_kill {rank} gets a new one", ranks=(rank,))
 
@@ -196,9 +200,11 @@ class CellRun:
         if isinstance(result, Exception):
             info = (getattr(result, "engine_info", None) or {}).get(METADATA)
             if info is None and getattr(result, "ename", None) == "EngineError":
-                self._replied.discard(
-                    rank
-                )  # ipyparallel saw it gone; the supervisor's notice says how
+                # ipyparallel saw it gone. The supervisor's notice says how; of one that was not in
+                # the world yet there is none.
+                self._replied.discard(rank)
+                if self._is_outside(rank):
+                    output.state = "lost"
                 return
             if info is not None and info["released"]:
                 output.state = "released"
@@ -229,14 +235,26 @@ class CellRun:
         """Whether nothing more is to be waited for."""
         if self.died_at is not None and now - self.died_at > GRACE_AFTER_DEATH_S:
             return True
-        states = {rank: output.state for rank, output in self.outputs.items()}
+        present = [rank for rank in self.outputs if self._counts(rank)]
         if not all(
-            state in ("died", "lost") or (rank in self._replied and rank in self._idle)
-            for rank, state in states.items()
+            self.outputs[rank].state == "died" or (rank in self._replied and rank in self._idle)
+            for rank in present
         ):
             return False
-        # One that is lost may come back as long as others train; when those are done, it is late.
-        return not self.is_training or any(state != "lost" for state in states.values())
+        # Another may take a lost one's place as long as others train; when they are done, it is
+        # late, and so is one that was sent the cell and has not come into the world.
+        return bool(present) or not self.is_training
+
+    def _counts(self, rank: int) -> bool:
+        """Whether a rank's part is waited for, and has an outcome."""
+        return self.outputs[rank].state != "lost" and not self._is_outside(rank)
+
+    def _is_outside(self, rank: int) -> bool:
+        """Whether the engine that has a rank's part is not in the world, or not in it yet."""
+        engine = self.engines[rank]
+        if engine.slot not in self.world:
+            return True
+        return self.world.members[self.world.rank_of(engine.slot)].pid != engine.pid
 
     @property
     def has_newcomers(self) -> bool:
@@ -326,7 +344,7 @@ class CellRun:
     def _final_ranks(self) -> Iterator[tuple[int, int]]:
         """Ranks that have an outcome, each with its rank in the world as it is now."""
         for rank, engine in sorted(self.engines.items(), key=lambda item: item[1].slot):
-            if self.outputs[rank].state != "lost" and engine.slot in self.world:
+            if self._counts(rank):
                 yield rank, int(self.world.rank_of(engine.slot))
 
     def _remarks(self) -> Iterator[str]:
@@ -335,10 +353,7 @@ class CellRun:
         have_outcome = dict(self._final_ranks())
         for rank, engine in self.engines.items():
             if rank not in have_outcome:
-                yield (
-                    f"rank {rank} (slot {engine.slot}) has no outcome: its engine ended while the "
-                    "cell trained, and no other had its place at the end"
-                )
+                yield f"rank {rank} (slot {engine.slot}) has no outcome: it was lost on the way"
 
     def _headline(self) -> str:
         if not self.errors:

@@ -276,9 +276,9 @@ class Run:
         notes = []
         if self._record.num_missing:
             notes.append(f"{self._record.num_missing} steps were dropped before they were read")
-        if self._unread:
+        if self._unread and not self._record.has_end:
             notes.append(f"steps after the last one here are not known: {self._unread}")
-        elif not self._record.is_complete:
+        elif not self._record.has_end:
             notes.append(f"the run was {self.state} when this was written")
         return RunStory(
             title=f"Run of {self._who}",

@@ -32,8 +32,10 @@ class RunRecord:
         self.rows: NDArray[np.void] = np.empty(0, ROWS)
         """In the order in which they were committed."""
         self.evaluations: tuple[Evaluation, ...] = ()
+        self.has_end = False
+        """The run was over when they were fetched."""
         self.is_complete = False
-        """The run is over, and nothing more will come."""
+        """Nothing more will come."""
         self._places: NDArray[np.int64] = np.empty(0, np.int64)
         """Of each row, counted from the run's first one."""
 
@@ -55,7 +57,9 @@ class RunRecord:
         self.rows = np.concatenate([self.rows[kept], new])
         self._places = np.concatenate([self._places[kept], places])
         self.evaluations = report.evaluations
-        self.is_complete = report.view.state in OVER
+        self.has_end = report.view.state in OVER
+        # Where something failed, engines may still report steps that they had applied by then.
+        self.is_complete = self.has_end and report.view.fault is None
 
     def history(self) -> dict[str, NDArray[Any]]:
         """A column for each quantity, a row for each committed step."""
