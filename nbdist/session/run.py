@@ -23,6 +23,7 @@ from nbdist.session.run_record import OVER, RunRecord
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Generator, Iterable
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -289,16 +290,16 @@ class Run:
         )
 
     def figure(self, name: str) -> Any:
-        """A picture of one quantity over the run, such as "loss"."""
+        """A chart over the run's steps: "loss", "throughput" or "world"."""
         from nbdist.views.report import figure  # noqa: PLC0415 - loads a plotting library
 
         return figure(self.story(), name)
 
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the run as one HTML file, which opens offline."""
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the run as one HTML file, which opens offline; returns where it is."""
         from nbdist.views.report import write_report  # noqa: PLC0415 - as above
 
-        write_report(path, self.story())
+        return write_report(path, self.story())
 
     @property
     def _who(self) -> str:
