@@ -27,8 +27,9 @@ from nbdist.errors import (
 if TYPE_CHECKING:  # for type checkers only; at run time __getattr__ loads what is ours
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.session.cluster import Cluster, start
+    from nbdist.session.cluster import Cluster
     from nbdist.session.outputs import CellResult
+    from nbdist.session.start import start
 
 __all__ = [
     "CellFailed",
@@ -53,7 +54,7 @@ __all__ = [
 _LATE = {
     "CellResult": "nbdist.session.outputs",
     "Cluster": "nbdist.session.cluster",
-    "start": "nbdist.session.cluster",
+    "start": "nbdist.session.start",
 }
 """Public name -> the module that has it."""
 

@@ -187,14 +187,16 @@ def guess_cause(signal: str | None) -> str:
 
 
 def named_error(kind: str, message: str) -> NbdistError:
-    """An error of the class called `kind`, or of the root, with `message`.
+    """An error of the class called `kind`, with `message`.
 
-    So the kernel raises the error that an answer carries.
+    So the kernel raises the error that an answer carries. A kind that is none of ours, for instance
+    what the user's code raised on an engine, becomes a part of the message.
     """
-    for cls in (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed, GroupGone):
+    orders = (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed)
+    for cls in (*orders, GroupGone, RunEnded, CellFailed, NbdistError):
         if cls.__name__ == kind:
             return cls(message)
-    return NbdistError(message)
+    return NbdistError(f"{kind}: {message}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -55,7 +55,7 @@ def _run(*arguments: str) -> str:
 
 def main() -> None:
     """The fresh process."""
-    from nbdist.session.cluster import start  # noqa: PLC0415 - its import is part of what is timed
+    from nbdist.session.start import start  # noqa: PLC0415 - its import is part of what is timed
 
     with start(4) as cluster:
         cluster.run(_FIRST)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.bench import first_cell, lifetime, loss, roundtrip
 from nbdist.errors import NbdistError
-from nbdist.session.cluster import start
+from nbdist.session.start import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -132,7 +132,7 @@ class Demo:
     def play(self) -> None:
         """Everything."""
         # Late: it loads ipyparallel, and `nbdist --help` should not.
-        from nbdist.session.cluster import start
+        from nbdist.session.start import start
 
         self.report.heading(f"Starting {self.num_engines} engines")
         use_cpu_if_gpus_are_few(self.num_engines, self.report)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for annotations only
 
 __all__ = [
     "CellDisplay",
+    "LiveText",
     "is_live",
     "render",
     "show_line",
@@ -73,23 +74,36 @@ class CellDisplay:
     def __init__(self, headless: bool, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._is_headless = headless
         self._clock = clock
-        self._handle: DisplayHandle | None = None
-        self._shown = ""
+        self._text = LiveText(headless)
         self._rests_until = float("-inf")
 
     def update(self, progress: Progress) -> None:
         """Show the cell as it stands; called when output changed, and once when it is done."""
         if progress.done:
-            self._show(render(progress))
+            self._text.show(render(progress), done=True)
             _show_rich(progress)
         elif not self._is_headless and self._clock() >= self._rests_until:
             begun = self._clock()
-            self._show(render(progress))
+            self._text.show(render(progress), done=False)
             ended = self._clock()
             self._rests_until = ended + _REST_FACTOR * (ended - begun)
 
-    def _show(self, text: str) -> None:
-        if text == self._shown:
+
+class LiveText:
+    """One display of plain text.
+
+    Args:
+        headless: shown once, when it is done; else updated up to the same text.
+    """
+
+    def __init__(self, headless: bool) -> None:
+        self._is_headless = headless
+        self._handle: DisplayHandle | None = None
+        self._shown = ""
+
+    def show(self, text: str, *, done: bool) -> None:
+        """Show the text as it is now."""
+        if text == self._shown or (self._is_headless and not done):
             return
         self._shown = text
         bundle = {"text/plain": text}
@@ -107,7 +121,7 @@ def render(progress: Progress) -> str:
 
     Ranks with equal text share a heading. What was printed to stderr has one of its own: the order
     between the two streams is not known exactly. A rank that put out nothing has none; no output at
-    all is an empty text.
+    all is an empty text. Notes on the cell are the last lines.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, output in sorted(progress.ranks.items()):
@@ -119,6 +133,7 @@ def render(progress: Progress) -> str:
     lines: list[str] = []
     for (title, text), ranks in groups.items():
         lines += [f"[{name_ranks(ranks)}{title}]", *_bounded(text.removesuffix("\n").split("\n"))]
+    lines += [f"[{note}]" for note in progress.notes]
     return "\n".join(lines)
 
 
@@ -141,14 +156,18 @@ def show_seats(seats: Sequence[RankStatus], *, is_verbose: bool) -> None:
     show_table(headings, [[getattr(seat, heading) for heading in headings] for seat in seats])
 
 
-def show_status(seats: Sequence[RankStatus], incidents: Sequence[Incident]) -> None:
-    """Print how every seat stands, what newcomers could not be given, and the incidents so far."""
+def show_status(
+    seats: Sequence[RankStatus], incidents: Sequence[Incident], *, run: str = ""
+) -> None:
+    """Print how every seat stands, what newcomers could not be given, a run, and the incidents."""
     headings = "rank slot state generation device memory step samples/s activity"
     show_table(headings.split(), [_status_row(seat) for seat in seats])
     for seat in seats:
         where = f"slot {seat.slot}" if seat.rank is None else f"rank {seat.rank}"
         for name, reason in seat.not_restored.items():
             show_line(f"Not restored on {where}: {name} ({reason})")
+    if run:
+        show_line(f"Run: {run}")
     if incidents:
         show_line(_incidents_line(incidents))
 

@@ -175,6 +175,8 @@ class CellAdmitted(Order, frozen=True, kw_only=True):
 
     membership: Membership
     ranks: tuple[int, ...]
+    between: tuple[int, int] | None = None
+    """Steps of a run that is held meanwhile: the last one before, the first one after."""
 
 
 class Done(Order, frozen=True, kw_only=True):

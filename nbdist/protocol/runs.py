@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from nbdist.protocol.events import Event
-from nbdist.protocol.ids import CellId, Generation, RunId, Slot
+from nbdist.protocol.ids import CellId, EngineId, Generation, RunId, Slot
 from nbdist.protocol.story import Evaluation
 
 TRAINER = "(trainer)"
@@ -156,7 +156,7 @@ class SendCellTo(RunMessage, frozen=True, kw_only=True):
 
     cell: CellId
     slot: Slot
-    engine_id: int
+    engine_id: EngineId
     pid: int
 
 

@@ -1,6 +1,7 @@
 """Run a cell on ranks: ask the supervisor, send it through ipyparallel, gather outcomes.
 
-A cell ends when an engine that runs it dies. Replies and output come in the ipyparallel client's
+A cell ends when an engine that runs it dies, unless it is inside its own training loop: then it is
+sent to the engine that comes in its place. Replies and output come in the ipyparallel client's
 thread, losses in the link's; both only note them under a lock. The caller's thread waits, shows,
 and decides when the cell is over.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CellFailed, NbdistError, WrongState
 from nbdist.protocol import orders as od
+from nbdist.protocol import runs as rn
 from nbdist.protocol.calls import METADATA
 from nbdist.protocol.ids import CellId
 from nbdist.session.cell_run import CellRun
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from nbdist.session.link import Link
 
 Watch = Callable[[Progress], None]
+Notice = od.EngineLost | od.RanksReleased | od.WorldView | rn.CellTrains | rn.SendCellTo
 
 SHOW_PERIOD_S = 0.1
 ADMISSION_LIMIT_S = 60.0
@@ -52,13 +55,20 @@ class Cells:
         """Cells that run now."""
         return list(self._runs)
 
-    def on_notice(self, notice: od.EngineLost | od.RanksReleased) -> None:
+    def on_notice(self, notice: Notice) -> None:
         """From the link's thread."""
         for run in list(self._runs.values()):
-            if isinstance(notice, od.EngineLost):
-                run.on_lost(notice)
-            else:
-                run.on_released(notice)
+            match notice:
+                case od.EngineLost():
+                    run.on_lost(notice)
+                case od.RanksReleased():
+                    run.on_released(notice)
+                case od.WorldView(membership=membership):
+                    run.on_world(membership)
+                case rn.CellTrains() if notice.cell == run.cell:
+                    run.on_trains(notice)
+                case rn.SendCellTo() if notice.cell == run.cell:
+                    run.on_send_to(notice)
 
     def on_world_gone(self, reason: str) -> None:
         """From any thread: the cluster is of no use any more."""
@@ -126,7 +136,7 @@ class Cells:
         succeeded = False
         try:
             self._send(run, code)
-            self._wait(run, timeout, watch)
+            self._wait(run, code, timeout, watch)
             result = run.result()
             succeeded = True
             return result
@@ -140,27 +150,37 @@ class Cells:
             for rank in run.ranks:
                 self._send_one(run, rank, code)
 
+    def _send_to_newcomers(self, run: CellRun, code: str) -> None:
+        if not run.has_newcomers:
+            return
+        with self._sending:
+            for rank in run.take_newcomers():
+                self._send_one(run, rank, code)
+
     def _send_one(self, run: CellRun, rank: int, code: str) -> None:
-        engine_id = run.membership.members[rank].engine_id
+        engine_id, pid = run.engines[rank].engine_id, run.engines[rank].pid
         self._client.wait_known(engine_id, lambda: run.outputs[rank].state != "running")
         metadata = {METADATA: {"cell": run.cell}}
-        future = self._client.execute(engine_id, code, metadata, partial(self._hook, run, rank))
+        future = self._client.execute(
+            engine_id, code, metadata, partial(self._hook, run, rank, pid)
+        )
         if future is None:
             run.on_unreachable(rank)
         else:
-            future.add_done_callback(partial(run.on_reply, rank))
+            future.add_done_callback(partial(run.on_reply, rank, pid=pid))
 
     @staticmethod
-    def _hook(run: CellRun, rank: int, future: Any) -> None:
-        future.iopub_callbacks.append(partial(run.on_iopub, rank))
-        future.output.add_done_callback(partial(run.on_idle, rank))
+    def _hook(run: CellRun, rank: int, pid: int, future: Any) -> None:
+        future.iopub_callbacks.append(partial(run.on_iopub, rank, pid=pid))
+        future.output.add_done_callback(partial(run.on_idle, rank, pid=pid))
 
-    def _wait(self, run: CellRun, timeout: float | None, watch: Watch | None) -> None:
+    def _wait(self, run: CellRun, code: str, timeout: float | None, watch: Watch | None) -> None:
         show = _Throttle(run, watch)
         try:
             while not run.is_over(now := time.monotonic()):
                 if timeout is not None and now - run.began > timeout:
                     self._expire(run, timeout, show)
+                self._send_to_newcomers(run, code)
                 show(now)
                 run.wait_for_change()
         except KeyboardInterrupt:
@@ -178,6 +198,7 @@ class Cells:
 
         Ranks that go on all the same are ended after a while, and their seats filled again.
         """
+        run.refuse_newcomers()
         self._link.say(od.InterruptCell(cell=run.cell))
         began, announced = time.monotonic(), False
         while not run.is_over(now := time.monotonic()):
@@ -187,7 +208,7 @@ class Cells:
                     run.outputs[rank].add_text("stderr", ANNOUNCEMENT)
                 run.is_dirty = True
             if now - began > KILL_AFTER_S:
-                slots = tuple(run.membership.slots[r] for r in run.running)
+                slots = run.slots_of(run.running)
                 with contextlib.suppress(TimeoutError, NbdistError):  # the next cell is not theirs
                     self._link.ask(od.SignalEngines(slots=slots, signal="KILL"), KILL_AFTER_S)
                 return

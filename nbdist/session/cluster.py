@@ -6,11 +6,9 @@ shows.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import operator
 import os
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -20,17 +18,15 @@ from nbdist.errors import (
     NotStarted,
     RecoveryFailed,
     StartFailed,
-    WrongState,
 )
 from nbdist.gpus import default_num_engines
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
-from nbdist.rundir import Owner, RunDir
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.link import Link
-from nbdist.session.settings import cluster_config
+from nbdist.session.runs import Runs
 from nbdist.session.status import (
     RankStatus,
     check_cell,
@@ -41,19 +37,19 @@ from nbdist.session.status import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from types import TracebackType
 
     from nbdist.config import ClusterConfig
     from nbdist.protocol.events import Incident
     from nbdist.protocol.ids import CellId
+    from nbdist.rundir import RunDir
     from nbdist.session.cell_run import CellRun
     from nbdist.session.outputs import CellResult
+    from nbdist.session.run import Run
 
 SHUTDOWN_LIMIT_S = 8.0
-
-_current: Cluster | None = None
 
 
 class Cluster:
@@ -61,6 +57,8 @@ class Cluster:
 
     def __init__(self, rundir: RunDir, config: ClusterConfig) -> None:
         self.config = config
+        self.on_shutdown: Callable[[], None] = _nothing
+        """Called once, when its shutdown begins."""
         self._rundir = rundir
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -72,6 +70,7 @@ class Cluster:
             rundir, notice=self._hear, open_cells=self._open_cells, lost=self._world_gone
         )
         self._cells = Cells(self._link, self._client)
+        self._runs = Runs(self._link.ask)
 
     # ---- what it is
 
@@ -113,7 +112,8 @@ class Cluster:
     def status(self) -> list[RankStatus]:
         """The seats now, in slot order."""
         view = self._ask(od.QueryView(), 5.0)
-        return [rank_status(seat) for seat in view.seats]
+        step = self._runs.step()
+        return [rank_status(seat, step) for seat in view.seats]
 
     # ---- cells and values
 
@@ -175,16 +175,43 @@ class Cluster:
         Raises:
             CellFailed: the name is not bound on a rank, or its value cannot be sent.
         """
-        run = self._cells.begin("", ranks=self._chosen(ranks), once=True)
-        try:
-            packed = self._call(calls.PULL, run, name, as_numpy=as_numpy)
-        finally:
-            self._cells.end(run, succeeded=False)
+        packed = self._look(calls.PULL, self._chosen(ranks), name, as_numpy=as_numpy)
         return {rank: values.unpack(data) for rank, data in packed.items()}
+
+    def parameter_digest(self, name: str) -> dict[int, str]:
+        """Rank -> sha256 of all parameters of the trainer or Module that a variable holds.
+
+        Equal strings mean that they are equal bit for bit.
+
+        Raises:
+            CellFailed: the name is not bound on a rank, or holds something else.
+        """
+        return self._look(calls.PARAMETER_DIGEST, self._chosen(None), name)
 
     def sync(self) -> None:
         """Wait until all ranks have come to the same point."""
         self.run("dist.barrier()", once=True)
+
+    # ---- training
+
+    def train(self, name: str, *, steps: int) -> Run:
+        """Train with the trainer that a variable of the engines holds; returns at once.
+
+        Args:
+            name: the variable.
+            steps: so many more committed steps.
+
+        Raises:
+            WrongState: a run goes on already.
+            NbdistError: the variable holds no trainer on some rank; the message says which.
+        """
+        self._seen  # noqa: B018 - raises where the cluster is shut down
+        return self._runs.begin(name, steps)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The training runs that this kernel knows of, oldest first; cells' own loops too."""
+        return self._runs.all()
 
     # ---- faults and size
 
@@ -278,15 +305,13 @@ class Cluster:
 
     def shutdown(self) -> None:
         """End all that this cluster started, and nothing else; bounded, whatever the engines do."""
-        global _current  # noqa: PLW0603 - one current cluster per kernel
         if self._is_shut_down or os.getpid() != self._pid:  # a forked child does not own it
             return
         self._is_shut_down = True
         self._cells.on_world_gone("the cluster was shut down while the cell ran")
-        if _current is self:
-            _current = None
-        atexit.unregister(self.shutdown)
+        self.on_shutdown()
         try:
+            self._runs.shut_down()
             with contextlib.suppress(NbdistError, TimeoutError):
                 self._link.ask(od.Shutdown(), SHUTDOWN_LIMIT_S)
         finally:  # also after an interrupt, and where the supervisor is gone or stuck
@@ -323,6 +348,7 @@ class Cluster:
 
     def _world_gone(self, reason: str) -> None:
         self._cells.on_world_gone(reason)
+        self._runs.cluster_gone("RecoveryFailed", reason)
 
     def _open_cells(self) -> list[CellId]:
         return self._cells.open_cells()
@@ -333,10 +359,10 @@ class Cluster:
             with self._changed:
                 self._view = notice
                 self._changed.notify_all()
-            if notice.phase == "failed":
-                self._cells.on_world_gone(notice.reason)
-        else:
-            self._cells.on_notice(notice)
+            self._runs.hear(notice)
+        self._cells.on_notice(notice)
+        if isinstance(notice, od.WorldView) and notice.phase == "failed":
+            self._cells.on_world_gone(notice.reason)
 
     def _ask(self, order: od.KernelOrder, timeout: float) -> Any:
         self._seen  # noqa: B018 - raises where the cluster is shut down
@@ -346,54 +372,20 @@ class Cluster:
         world_size = self.world_size  # raises where the cluster is shut down
         return None if ranks is None else chosen_ranks(ranks, world_size)
 
+    def _look(
+        self, function: str, ranks: tuple[int, ...] | None, *args: Any, **kwargs: Any
+    ) -> dict[int, Any]:
+        """Call a function that changes nothing, between cells and between steps."""
+        run = self._cells.begin("", ranks=ranks, once=True)
+        try:
+            return self._call(function, run, *args, **kwargs)
+        finally:
+            self._cells.end(run, succeeded=False)
+
     def _call(self, function: str, run: CellRun, *args: Any, **kwargs: Any) -> dict[int, Any]:
         engines = {rank: run.membership.members[rank].engine_id for rank in run.ranks}
         return self._client.call(engines, function, *args, check=run.raise_if_ended, **kwargs)
 
 
-def start(
-    num_engines: int | None = None, *, profile: str | None = None, **settings: Any
-) -> Cluster:
-    """Start engines and form their group; returns when cells can run.
-
-    Args:
-        num_engines: how many; None: as many as `devices`, else GPUs, else CPU cores.
-        profile: a TOML file with settings in a table `[nbdist]`; arguments stand over it.
-        **settings: fields of `nbdist.config.ClusterConfig`, such as `devices=[0, 1]`,
-            `backend="gloo"`, `policy="shrink"`, `min_world=2`, `hang_timeout_s=10.0`,
-            `start_timeout_s=60.0`, `keep=True`, `threads_per_engine=1`. None: the default.
-
-    Raises:
-        WrongState: a cluster runs already in this kernel.
-        ValueError: a setting that makes no sense; names it, its value, and what is allowed.
-        StartFailed: something did not come up; names it and shows the end of its log.
-    """
-    global _current  # noqa: PLW0603 - one current cluster per kernel
-    if sys.platform == "win32":
-        raise StartFailed("nbdist does not run on Windows; in WSL it does")
-    if _current is not None:
-        how = "shutdown() or %dist_shutdown end it"
-        raise WrongState(f"cluster {_current.id} runs already in this kernel; {how}")
-    config = cluster_config(profile, num_engines=num_engines, **settings)
-    try:
-        rundir = RunDir.create(config, Owner.this())
-    except OSError as error:
-        raise StartFailed(f"the cluster's directory cannot be made: {error}") from error
-    cluster = Cluster(rundir, config)
-    try:
-        cluster.bring_up()
-    except BaseException:
-        cluster.shutdown()
-        raise
-    atexit.register(cluster.shutdown)
-    _current = cluster
-    return cluster
-
-
-def current() -> Cluster:
-    """The cluster of this kernel; raises `NotStarted` where there is none."""
-    if _current is None:
-        raise NotStarted(
-            "no cluster runs in this kernel; start one with %dist_init or nbdist.start()"
-        )
-    return _current
+def _nothing() -> None:
+    """Nobody wants to know."""

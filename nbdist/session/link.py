@@ -23,6 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 from nbdist.errors import NbdistError, RecoveryFailed, WrongState, named_error
 from nbdist.processes import spawn
 from nbdist.protocol import orders as od
+from nbdist.protocol import runs as rn
 from nbdist.protocol import wire
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Link:
 
     Args:
         rundir: the cluster's.
-        notice: called with every `WorldView`, `EngineLost` and `RanksReleased`.
+        notice: called with every `WorldView` and whatever else the supervisor says by itself.
         open_cells: asked for the cells that run, when a supervisor takes over.
         lost: called with the reason when there will be no supervisor any more.
     """
@@ -224,7 +225,7 @@ class Link:
             self._sent &= set(self._pending)
             pending = [self._pending[n] for n in sorted(self._sent)]
         for request, future in pending:
-            if isinstance(request.order, od.SignalEngines):
+            if _is_done_twice_if_asked_twice(request.order):
                 text = (
                     "the supervisor was replaced during this order: "
                     "look at %dist_status before ordering it again"
@@ -292,6 +293,12 @@ class Link:
         for _, future in pending.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _is_done_twice_if_asked_twice(order: od.KernelOrder) -> bool:
+    """Whether the supervisor that was asked first may have done it, and another would again."""
+    is_step = isinstance(order, rn.SteerRun) and order.action == "step"
+    return is_step or isinstance(order, od.SignalEngines | rn.BeginRun)
 
 
 def _resolve(future: Future[Any], body: Any) -> None:

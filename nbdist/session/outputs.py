@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-State = Literal["running", "ok", "error", "died", "released"]
+State = Literal["running", "ok", "error", "died", "released", "lost"]
 """How a rank's part of a cell stands.
 
-"released": it waited for a rank that failed, and was freed.
+"released": it waited for a rank that failed, and was freed. "lost": its engine ended while the cell
+trained, and the cell goes on without it, or with another in its place.
 """
 
 
@@ -51,6 +52,12 @@ class RankOutput:
         else:
             self.items.append(Text(stream, text))
 
+    def add_line(self, text: str) -> None:
+        """Append a line of ours to what was printed."""
+        last = self.items[-1] if self.items else None
+        is_open = isinstance(last, Text) and not last.text.endswith("\n")
+        self.add_text("stdout", f"{chr(10) if is_open else ''}{text}\n")
+
     def add_rich(
         self, data: Mapping[str, Any], metadata: Mapping[str, Any], *, is_result: bool = False
     ) -> None:
@@ -83,6 +90,8 @@ class Progress:
     done: bool
     generation: int
     seconds: float
+    notes: Sequence[str] = ()
+    """What the user should know beside the output, a line each."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +105,14 @@ class CellResult:
             it could not be sent, with the reason.
         generation: the group in which it ran.
         seconds: from sending to the last answer.
+        notes: what the user should know beside the output, a line each.
     """
 
     outputs: Mapping[int, str]
     values: Mapping[int, Any]
     generation: int
     seconds: float
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class RankStatus:
     memory_bytes: int
     """Resident memory of the engine."""
     step: int | None
+    """Steps committed in the run that goes on; None where none does, or the seat is no member."""
     samples_per_second: float | None
     activity: str
     """What its main thread does, where that is known."""
@@ -34,8 +35,8 @@ class RankStatus:
     """Name -> why it could not be brought back after a refill."""
 
 
-def rank_status(seat: od.SeatView) -> RankStatus:
-    """One row."""
+def rank_status(seat: od.SeatView, step: int | None = None) -> RankStatus:
+    """One row; `step`: steps committed in the run that goes on, by every member alike."""
     return RankStatus(
         rank=seat.rank,
         slot=seat.slot,
@@ -45,7 +46,7 @@ def rank_status(seat: od.SeatView) -> RankStatus:
         pid=seat.pid,
         host=seat.host,
         memory_bytes=seat.rss_bytes,
-        step=None,
+        step=step if seat.state == "member" else None,
         samples_per_second=None,
         activity=seat.activity,
         not_restored=dict(seat.not_restored),

@@ -32,7 +32,7 @@ import zmq
 import nbdist
 from nbdist.processes import end_processes, processes_by_rundir
 from nbdist.rundir import RunDir, runtime_root
-from nbdist.session import cluster as current_cluster
+from nbdist.session import start as of_kernel
 
 HEALTHY_S = 6.0
 """Four times the time in which a killed engine's seat is filled again."""
@@ -156,8 +156,8 @@ def four(shared, leaks):  # noqa: ARG001 - the look at what was there before com
 def alone(shared):
     """No cluster runs in this process when the test begins: there is one in a kernel."""
     shared.close()
-    if current_cluster._current is not None:  # of a test that failed
-        current_cluster._current.shutdown()
+    if of_kernel._current is not None:  # of a test that failed
+        of_kernel._current.shutdown()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from traitlets.config import Config
 
 import nbdist
 from nbdist.processes import processes_by_rundir
-from nbdist.session.cluster import current
+from nbdist.session.start import current
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ NOTEBOOK = [
     "%%rank[1]\nx = torch.ones(2) * rank\nx",
     "%dist_pull x -r 1\nx.tolist()",
     "%%distributed\nif rank == 1:\n    raise ValueError('on purpose')\ndist.barrier()",
-    "from nbdist.session.cluster import current\ngeneration = current().generation\n%dist_kill 0",
+    "from nbdist.session.start import current\ngeneration = current().generation\n%dist_kill 0",
     "current().wait_healthy(after=generation)",
     "%%distributed\nt = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)",
     "%%distributed -r 0\nimport os\nprint('last words', flush=True)\nos.kill(os.getpid(), 9)",

@@ -156,7 +156,7 @@ def test_start_that_fails():
         nbdist.start(2, start_timeout_s=0.01, max_restarts=1)
     assert "slot" in str(failed.value)
     with pytest.raises(nbdist.NotStarted):
-        nbdist.session.cluster.current()
+        nbdist.session.start.current()
 
 
 @pytest.mark.usefixtures("alone")

@@ -603,7 +603,7 @@ def play(monkeypatch, ours, capsys):
             return FakeCluster(rundir, processes, flaw)
 
         module = SimpleNamespace(start=fake_start)
-        monkeypatch.setitem(sys.modules, "nbdist.session.cluster", module)
+        monkeypatch.setitem(sys.modules, "nbdist.session.start", module)
         code = main(["demo"])
         lines = capsys.readouterr().out.splitlines()
         return code, [line.strip() for line in lines if line.strip().startswith("FAILED")], lines

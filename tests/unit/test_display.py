@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from traitlets.config import Config
 
 from nbdist.frontend.display import (
     CellDisplay,
+    LiveText,
     is_live,
     render,
     show_seats,
@@ -69,6 +71,28 @@ def test_equal_ranks_share_a_heading_and_others_have_their_own():
     """Output is in rank order, and each text is shown once."""
     shown = render(progress(r3="a\n", r0="a\n", r1="a\n", r2="b\n"))
     assert shown == "[ranks 0-1,3]\na\n[rank 2]\nb"
+
+
+def test_notes_are_the_last_lines():
+    """Where a cell has them, also without any output."""
+    shown = replace(progress(r0="x\n"), notes=("ran between steps 41 and 42",))
+    assert render(shown) == "[rank 0]\nx\n[ran between steps 41 and 42]"
+    assert render(replace(progress(r0=""), notes=("a", "b"))) == "[a]\n[b]"
+
+
+def test_a_rank_that_was_lost_is_marked():
+    """What it had put out is kept."""
+    assert render(progress(r0=put_out(("out", "x\n"), state="lost"))) == "[rank 0, lost]\nx"
+
+
+def test_a_line_is_updated_in_place_or_shown_once(published):
+    """Headless it is shown when it is done; equal text is not shown again."""
+    for headless, expected in ((True, ["b"]), (False, ["a", "b"])):
+        published.clear()
+        line = LiveText(headless)
+        for text, done in (("a", False), ("a", False), ("b", True)):
+            line.show(text, done=done)
+        assert texts(published) == expected
 
 
 def test_a_single_rank_is_named_too():

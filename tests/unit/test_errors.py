@@ -145,7 +145,8 @@ def test_an_answer_raises_the_error_that_it_names(kind):
 
 
 def test_an_unknown_kind_is_the_root():
-    """An answer of a newer supervisor still raises, with its message."""
-    error = named_error("Ghost", "because")
-    assert type(error) is NbdistError
-    assert str(error) == "because"
+    """What an engine's Python raised still raises here, with its class and its message."""
+    for kind, text in (("NameError", "NameError: because"), ("NbdistError", "because")):
+        error = named_error(kind, "because")
+        assert type(error) is NbdistError
+        assert str(error) == text

@@ -13,6 +13,7 @@ import zmq
 from nbdist.config import ClusterConfig
 from nbdist.errors import NbdistError, RecoveryFailed, TargetError, WrongState
 from nbdist.protocol import orders as od
+from nbdist.protocol import runs as rn
 from nbdist.protocol import wire
 from nbdist.rundir import Owner, RunDir
 from nbdist.session import link as module
@@ -263,6 +264,37 @@ def test_a_supervisor_that_takes_over_is_asked_again(link, rundir, supervisor, s
     with pytest.raises(WrongState, match="replaced during this order"):
         killing.result(SOON_S)
     assert len(started) == 2
+    successor.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_asked_again"),
+    [
+        (rn.BeginRun(name="t", steps=3), False),
+        (rn.SteerRun(run="r1", action="step", steps=3), False),
+        (rn.SteerRun(run="r1", action="pause"), True),
+        (rn.SetRun(run="r1", lr=0.1), True),
+        (rn.QueryRun(run="r1"), True),
+    ],
+)
+def test_what_a_second_supervisor_would_do_twice_is_not_asked_again(
+    link, rundir, supervisor, started, background, given, is_asked_again
+):
+    """A run would begin twice, and more steps be taken than were asked for."""
+    asked = background(link.ask, given, 2 * SOON_S)
+    supervisor.hear()
+    started[0].code = 1
+    supervisor.close()
+    successor = Supervisor(rundir)
+    assert isinstance(successor.hear().order, od.Attach)
+    if is_asked_again:
+        again = successor.hear()
+        assert again.order == given
+        successor.answer(again, od.Done(text="by another"))
+        assert asked.result(SOON_S).text == "by another"
+    else:
+        with pytest.raises(WrongState, match="replaced during this order"):
+            asked.result(SOON_S)
     successor.close()
 
 

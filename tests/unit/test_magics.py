@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.error import UsageError
@@ -15,12 +16,16 @@ from traitlets.config import Config
 
 import nbdist
 from nbdist import errors
-from nbdist.frontend import magics
+from nbdist.frontend import magics, run_magics
+from nbdist.protocol import runs as rn
+from nbdist.protocol.story import ROWS
 from nbdist.session.outputs import CellResult, Progress, RankOutput
+from nbdist.session.run import Detached, Run
 
 LINE_MAGICS = {
-    "dist_init", "dist_kill", "dist_pull", "dist_push", "dist_reset", "dist_scale",
-    "dist_shutdown", "dist_status", "sync",
+    "dist_init", "dist_kill", "dist_pause", "dist_pull", "dist_push", "dist_reset", "dist_resume",
+    "dist_scale", "dist_set", "dist_shutdown", "dist_status", "dist_step", "dist_stop",
+    "dist_train", "sync",
 }  # fmt: skip
 START_DEFAULTS = {
     "devices": None, "backend": "auto", "launcher": "local", "hosts": [], "policy": "refill",
@@ -39,6 +44,35 @@ class FakeCluster:
         self.calls = []
         self.error = None
         self.trouble = ""
+        self.runs = []
+        self.state = "running"
+
+    def train(self, name, *, steps):
+        self.calls.append(("train", name, steps))
+        spec = rn.RunSpec(run="r1", name=name)
+        self.runs.append(Run(spec, self.ask, 1))
+        self.runs[-1].first_step = 7
+        self.runs[-1].hear(rn.RunView(spec=spec, state="running", target=7 + steps), ())
+        return self.runs[-1]
+
+    def ask(self, order, _timeout):
+        """The supervisor: notes orders to runs; the run is over when a test says so."""
+        run = self.runs[-1]
+        view = rn.RunView(spec=run.spec, state=self.state, target=run.target)
+        if isinstance(order, rn.QueryRun):
+            made = np.zeros(3, ROWS)
+            made["step"], made["loss"] = [7, 8, 9], 0.5
+            rows = made[order.num_known :].tobytes()
+            return rn.RunReport(
+                view=view, first=order.num_known, rows=rows, durable=0, evaluations=()
+            )
+        if self.error:
+            raise self.error
+        self.calls.append(order)
+        states = {"step": "paused", "pause": "paused", "resume": "running", "stop": "stopped"}
+        self.state = states.get(getattr(order, "action", ""), self.state)
+        run.hear(rn.RunView(spec=run.spec, state=self.state, target=run.target), ())
+        return None
 
     def run(self, code, *, ranks=None, timeout=None, once=False, watch=None):
         self.calls.append(("run", code, ranks, timeout, once))
@@ -120,7 +154,8 @@ def session(monkeypatch):
             raise errors.NotStarted("no cluster runs; start one with %dist_init")
         return fake.cluster
 
-    monkeypatch.setattr(magics, "session", SimpleNamespace(start=start, current=current))
+    for module in (magics, run_magics):
+        monkeypatch.setattr(module, "session", SimpleNamespace(start=start, current=current))
     return fake
 
 
@@ -181,7 +216,7 @@ def test_unloading_leaves_nothing_behind(bare_shell):
 @pytest.mark.parametrize("name", sorted([*LINE_MAGICS, "distributed"]))
 def test_every_magic_has_its_docstring_as_help(name):
     """The help says what the magic does, in a sentence, and has a word on every argument."""
-    method = getattr(magics.DistMagics, name)
+    method = getattr(magics.DistMagics, name, None) or getattr(run_magics.RunMagics, name)
     usage, _, rest = method.__doc__.strip().removeprefix("::").strip().partition("\n\n")
     assert usage.startswith(f"%{name}")
     assert "." in rest.split("\n\n")[0]
@@ -263,7 +298,8 @@ def test_reset_is_fine_without_a_cluster_or_with_a_broken_one(shell, session, ca
 @pytest.mark.parametrize(
     "cell",
     ["%sync", "%dist_status", "%dist_shutdown", "%dist_kill 0", "%dist_scale 2", "%dist_pull q",
-     "%dist_push one", "%%distributed\n1", "%%rank[0]\n1"],
+     "%dist_push one", "%%distributed\n1", "%%rank[0]\n1", "%dist_train t", "%dist_step",
+     "%dist_pause", "%dist_resume", "%dist_stop", "%dist_set lr=1"],
 )  # fmt: skip
 def test_without_a_cluster_the_error_names_the_magic_that_starts_one(shell, cell):
     """Everything but %dist_init and %dist_reset needs a cluster."""
@@ -428,6 +464,118 @@ def test_sync_is_a_barrier(shell, cluster, capsys):
     assert capsys.readouterr().out == "Barrier passed by ranks 0-3.\n"
 
 
+# ---- training runs
+
+
+@pytest.mark.parametrize(
+    ("line", "steps"), [("%dist_train t --steps 500", 500), ("%dist_train t", 100)]
+)
+def test_train_returns_at_once_and_says_what_runs(shell, cluster, capsys, line, steps):
+    """In one line, with the magics that follow and drive it."""
+    run(shell, line)
+    assert cluster.calls == [("train", "t", steps)]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"Training t from step 7 to {7 + steps}. ")
+    for name in ("dist_status", "dist_pause", "dist_step", "dist_set", "dist_stop"):
+        assert f"%{name}" in line
+
+
+def test_train_can_wait_for_the_end(shell, cluster, published):
+    """Headless there is one display, at the end."""
+    begin = cluster.train
+
+    def train(name, *, steps):
+        handle = begin(name, steps=steps)
+        cluster.state = "finished"
+        handle.hear(rn.RunView(spec=handle.spec, state="finished", target=10), ())
+        return handle
+
+    cluster.train = train
+    run(shell, "%dist_train t --steps 3 --wait")
+    texts = [one["data"]["text/plain"] for one in published]
+    assert texts == ["t: finished, 10 of 10 steps, loss 0.5"]
+
+
+def test_a_run_that_fails_while_it_is_waited_for_fails_the_cell(shell, cluster, published):
+    """How far it came is shown before."""
+    begin = cluster.train
+
+    def train(name, *, steps):
+        handle = begin(name, steps=steps)
+        cluster.state = "failed"
+        fault = rn.RunFault(kind="ValueError", message="no", rank=1)
+        handle.hear(rn.RunView(spec=handle.spec, state="failed", target=10, fault=fault), ())
+        return handle
+
+    cluster.train = train
+    with pytest.raises(errors.CellFailed, match=r"ValueError: no \(rank 1\)"):
+        run(shell, "%dist_train t --wait")
+    assert published[0]["data"]["text/plain"].startswith("t: failed (ValueError: no), 10 of 10")
+
+
+def test_an_interrupt_of_the_wait_detaches(shell, cluster, published, monkeypatch):
+    """The run is not stopped, and the line says so; where a page looks on, it saw the steps."""
+    waits = []
+
+    def wait(self, timeout):
+        waits.append(timeout)
+        self.refresh()
+        raise TimeoutError if len(waits) < 3 else KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "wait", wait)
+    monkeypatch.setattr(run_magics, "is_live", lambda _: True)
+    with pytest.raises(Detached, match=r"the run goes on \(t: running, 10 of 107 steps"):
+        run(shell, "%dist_train t --wait")
+    assert cluster.calls == [("train", "t", 100)]
+    assert [one["data"]["text/plain"] for one in published] == [
+        "t: running, 10 of 107 steps, loss 0.5"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "order", "shown"),
+    [
+        ("%dist_step", rn.SteerRun(run="r1", action="step", steps=1), "t: paused, 10 of 107"),
+        ("%dist_step 5", rn.SteerRun(run="r1", action="step", steps=5), "t: paused, 10 of 107"),
+        ("%dist_pause", rn.SteerRun(run="r1", action="pause"), "t: paused, 10 of 107"),
+        ("%dist_resume", rn.SteerRun(run="r1", action="resume"), "t: running, 10 of 107"),
+        ("%dist_stop", rn.SteerRun(run="r1", action="stop"), "t: stopped, 10 of 107"),
+        ("%dist_set lr=3e-4", rn.SetRun(run="r1", lr=3e-4), "From the next step on: lr=0.0003."),
+    ],
+)
+def test_a_run_is_driven_by_magics(shell, cluster, capsys, line, order, shown):
+    """Each is one order to the current run, and says how the run stands then."""
+    cluster.train("t", steps=100)
+    run(shell, line)
+    assert cluster.calls[1:] == [order]
+    assert capsys.readouterr().out.startswith(shown)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    "line", ["%dist_step", "%dist_pause", "%dist_resume", "%dist_stop", "%dist_set lr=1"]
+)
+def test_without_a_run_the_error_names_the_magic_that_begins_one(shell, line):
+    """There is nothing to drive yet."""
+    with pytest.raises(errors.WrongState, match="%dist_train"):
+        run(shell, line)
+
+
+def test_a_run_that_is_over_takes_no_orders(shell, cluster):
+    """The supervisor's refusal goes through."""
+    cluster.train("t", steps=3)
+    cluster.error = errors.WrongState("the run is finished; it takes no orders any more")
+    with pytest.raises(errors.WrongState, match="the run is finished"):
+        run(shell, "%dist_pause")
+
+
+def test_status_shows_the_last_run(shell, cluster, capsys):
+    """How far it is, below the table."""
+    cluster.train("t", steps=100)
+    run(shell, "%dist_status")
+    assert capsys.readouterr().out.splitlines()[-1] == "Run: t: running, 10 of 107 steps, loss 0.5"
+
+
 # ---- wrong arguments
 
 
@@ -450,6 +598,17 @@ def test_sync_is_a_barrier(shell, cluster, capsys):
         ("%dist_push nowhere", UsageError, "no variable 'nowhere'"),
         ("%dist_push ranks", UsageError, "'ranks' cannot be pushed"),
         ("%dist_push a.b", UsageError, "a.b is not a name"),
+        ("%dist_train", UsageError, "required: NAME"),
+        ("%dist_train a.b", UsageError, "a.b is not a name"),
+        ("%dist_train t --steps 0", UsageError, "0 is not a whole number of at least 1"),
+        ("%dist_step x", UsageError, "x is not a whole number"),
+        ("%dist_set", UsageError, "required: lr=X"),
+        ("%dist_set momentum=1", UsageError, "momentum=1 is not one of lr=NUMBER"),
+        ("%dist_set lr", UsageError, "lr: its value is not a finite number of at least 0"),
+        ("%dist_set lr=fast", UsageError, "its value is not a finite number"),
+        ("%dist_set lr=-1", UsageError, "its value is not a finite number"),
+        ("%dist_set lr=inf", UsageError, "its value is not a finite number"),
+        ("%dist_pause now", UsageError, "unrecognized arguments: now"),
         ("%dist_pull for", UsageError, "for is not a name"),
         ("%dist_pull x -r 0,9", errors.TargetError, "no rank 9"),
         ("%%distributed -t 0\n1", UsageError, "0 is not a number of seconds above 0"),

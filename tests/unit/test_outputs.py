@@ -52,3 +52,13 @@ def test_a_display_without_a_plain_form_leaves_no_trace_in_the_text():
 def test_a_value_that_stayed_behind_says_why():
     """It is shown with its reason."""
     assert "cannot pickle" in repr(NotSent("cannot pickle 'generator' object"))
+
+
+def test_a_line_of_ours_begins_where_a_line_begins():
+    """What was printed before keeps its own line."""
+    output = RankOutput()
+    output.add_line("[one]")
+    output.add_text("stdout", "half")
+    output.add_line("[two]")
+    output.add_line("[three]")
+    assert output.text == "[one]\nhalf\n[two]\n[three]\n"

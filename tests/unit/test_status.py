@@ -60,6 +60,12 @@ def test_a_row_has_what_the_supervisor_says_of_a_seat():
     assert (row.step, row.samples_per_second) == (None, None)
 
 
+def test_the_step_of_a_run_is_that_of_its_members():
+    """A newcomer has committed nothing yet."""
+    assert rank_status(seat(0), 41).step == 41
+    assert rank_status(seat(1, "replaying", rank=None), 41).step is None
+
+
 def test_an_empty_seat_is_a_row_too():
     """It has no rank and no process."""
     row = rank_status(seat(1, "empty", rank=None, pid=None, engine_id=None))

@@ -41,7 +41,7 @@ def sample(kind):
         return kind(**{f.name: sample(f.type) for f in msgspec.structs.fields(kind)})
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is tuple:
-        return (sample(arguments[0]),)
+        return tuple(sample(one) for one in arguments if one is not ...)
     if origin is dict:
         return {sample(arguments[0]): sample(arguments[1])}
     first = arguments[0]  # a union or a literal

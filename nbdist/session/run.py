@@ -1,0 +1,383 @@
+"""The handle of a training run, as `cluster.train` returns it.
+
+Used in the kernel, by any thread. The supervisor drives the run, and says in the link's thread how
+it stands; the rows of its steps are fetched when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import operator
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from nbdist.errors import CellFailed, NbdistError, RankError, named_error
+from nbdist.protocol import runs as rn
+from nbdist.protocol.story import RunStory
+from nbdist.session.run_record import OVER, RunRecord
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Generator, Iterable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from nbdist.protocol import orders as od
+    from nbdist.protocol.events import Incident
+    from nbdist.protocol.ids import RunId
+    from nbdist.protocol.story import Evaluation
+
+    Ask = Callable[[od.KernelOrder, float | None], Any]
+
+State = Literal["running", "paused", "recovering", "finished", "stopped", "failed"]
+
+QUERY_LIMIT_S = 10.0
+GLANCE_LIMIT_S = 1.0
+"""A line about a run does not wait longer for its newest step."""
+
+
+class Detached(KeyboardInterrupt):
+    """An interrupt ended a wait for a run. The run goes on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this line alone."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class Run:
+    """A training run. Made by `cluster.train`; `await run` waits as `wait` does.
+
+    Args:
+        spec: which run.
+        ask: asks the supervisor (order, timeout in seconds or None).
+        generation: the group in which it begins.
+    """
+
+    def __init__(self, spec: rn.RunSpec, ask: Ask, generation: int) -> None:
+        self.spec = spec
+        self.target: int | None = None
+        """It ends when the trainer has committed so many steps."""
+        self.first_step = 0
+        """Steps that the trainer had committed before, where this kernel began the run."""
+        self._ask, self._generation = ask, generation
+        self._record = RunRecord()
+        self._fetching = threading.Lock()
+        """Reports are taken in the order in which they were asked for."""
+        self._unread = ""
+        """Why the last steps could not be fetched; empty where they could."""
+        self._changed = threading.Condition()
+        self._wakers: list[Callable[[], object]] = []
+        """Each wakes an event loop in which somebody awaits the run's end."""
+        self._view: rn.RunView | None = None
+        self._gone: tuple[str, str] | None = None
+        """Kind and message of the error, where the cluster ended before the run."""
+        self._world: tuple[Incident, ...] = ()
+        self._last_incidents: frozenset[object] | None = None
+        """Those that had begun when the run was over."""
+
+    # ---- how it stands
+
+    @property
+    def id(self) -> RunId:
+        """Its name in the supervisor's books."""
+        return self.spec.run
+
+    @property
+    def name(self) -> str:
+        """The engines' variable that holds the trainer; empty where a cell's own loop holds it."""
+        return self.spec.name
+
+    @property
+    def state(self) -> State:
+        """Running, paused, recovering, finished, stopped or failed."""
+        state = "running" if self._view is None else self._view.state
+        if self._gone is not None and state not in OVER:
+            return "failed" if self._gone[0] == "RecoveryFailed" else "stopped"
+        return "running" if state == "binding" else state
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has finished, was stopped, or failed."""
+        return self.state in OVER
+
+    @property
+    def num_committed(self) -> int:
+        """Steps that the trainer has committed, as far as they are known here already."""
+        known = self._record.num_committed()
+        return self.first_step if known is None else known
+
+    @property
+    def history(self) -> dict[str, NDArray[Any]]:
+        """The committed steps: arrays with a row for each, by the name of the quantity.
+
+        step, loss, samples (over all ranks), seconds (stalls included), generation, world_size, lr
+        and samples_per_second.
+        """
+        self.refresh()
+        return self._record.history()
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """What was evaluated at step boundaries, oldest first."""
+        self.refresh()
+        return list(self._record.evaluations)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The cluster's incidents from the beginning of the run to its end."""
+        last = self._last_incidents
+        return [
+            incident
+            for incident in self._world
+            if incident.generation_before >= self._generation
+            and (last is None or _identity(incident) in last)
+        ]
+
+    def summary(self) -> str:
+        """One line on how it stands now."""
+        with contextlib.suppress(TimeoutError):
+            self.refresh(GLANCE_LIMIT_S)
+        return str(self)
+
+    def refresh(self, limit_s: float = QUERY_LIMIT_S) -> None:
+        """Fetch the steps that are not known here yet.
+
+        Where the cluster is gone, what is known stays as it is.
+
+        Raises:
+            TimeoutError: the supervisor did not answer in time.
+        """
+        if not self._fetching.acquire(timeout=limit_s):
+            raise TimeoutError(
+                f"another thread has asked for the steps of {self} for {limit_s:g} s"
+            )
+        try:
+            if self._record.is_complete:
+                return
+            order = rn.QueryRun(run=self.id, num_known=self._record.num_known)
+            try:
+                self._record.take(self._ask(order, limit_s))
+                self._unread = ""
+            except NbdistError as error:
+                self._unread = str(error)
+        finally:
+            self._fetching.release()
+
+    # ---- its end
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Wait until it is over, and return it; while it is paused, go on waiting.
+
+        An interrupt ends the wait and not the run: it raises `Detached`, a KeyboardInterrupt.
+
+        Raises:
+            CellFailed: the user's code raised on an engine; `errors` has it by rank.
+            RecoveryFailed: no world is left to train on.
+            WrongState: the cluster was shut down before the run was over.
+            TimeoutError: it is not over after `timeout` seconds; the message says how far it is.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            with self._changed:
+                while not self._is_settled:
+                    left_s = None if deadline is None else deadline - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        break
+                    self._changed.wait(left_s)
+        except KeyboardInterrupt:
+            raise self.detached() from None
+        if not self._is_settled:
+            raise TimeoutError(f"after {timeout:g} s, {self.summary()}; the run goes on")
+        self._raise_if_failed()
+        return self
+
+    def detached(self) -> Detached:
+        """What an interrupt of a wait for this run raises."""
+        how = "wait() waits for it again, stop() or %dist_stop ends it"
+        return Detached(f"the run goes on ({self}); {how}")
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._settled().__await__()
+
+    async def _settled(self) -> Self:
+        event = asyncio.Event()
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, event.set)
+        with self._changed:
+            self._wakers.append(wake)
+            if self._is_settled:
+                event.set()
+        try:
+            await event.wait()
+        finally:
+            with self._changed:
+                self._wakers.remove(wake)
+        self._raise_if_failed()
+        return self
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._gone is not None or (self._view is not None and self._view.state in OVER)
+
+    def _raise_if_failed(self) -> None:
+        if self._view is not None and self._view.state in OVER:
+            if self._view.state == "failed":
+                raise _failure(self._view.fault)
+        elif self._gone is not None:
+            raise named_error(*self._gone)
+
+    # ---- orders
+
+    def step(self, n: int = 1) -> None:
+        """Train `n` more steps, then pause; returns when that is done.
+
+        Raises:
+            WrongState: the run is over.
+        """
+        self._steer("step", steps=whole_number("n", n))
+
+    def pause(self) -> None:
+        """Stand at the next step boundary; returns when all ranks do."""
+        self._steer("pause")
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._steer("resume")
+
+    def stop(self) -> None:
+        """End the run at the next step boundary; returns when it is over."""
+        self._steer("stop")
+
+    def set(self, *, lr: float) -> None:
+        """Change a setting at the next step boundary, on all ranks the same one.
+
+        Args:
+            lr: the base rate that the scheduler works on.
+        """
+        try:
+            rate = float(lr)
+        except (TypeError, ValueError):
+            raise TypeError(f"lr={lr!r}: a number") from None
+        if isinstance(lr, bool | str) or not math.isfinite(rate) or rate < 0:
+            raise ValueError(f"lr={lr!r}: a finite number, at least 0")
+        self._ask(rn.SetRun(run=self.id, lr=rate), QUERY_LIMIT_S)
+
+    def _steer(self, action: Literal["pause", "resume", "stop", "step"], steps: int = 0) -> None:
+        self._ask(rn.SteerRun(run=self.id, action=action, steps=steps), None)
+
+    # ---- to show and keep
+
+    def story(self) -> RunStory:
+        """The whole run, as a report needs it."""
+        self.refresh()
+        notes = []
+        if self._record.num_missing:
+            notes.append(f"{self._record.num_missing} steps were dropped before they were read")
+        if self._unread and not self._record.has_end:
+            notes.append(f"steps after the last one here are not known: {self._unread}")
+        elif not self._record.has_end:
+            notes.append(f"the run was {self.state} when this was written")
+        return RunStory(
+            title=f"Run of {self._who}",
+            rows=self._record.rows.copy(),
+            incidents=self.incidents,
+            evaluations=list(self._record.evaluations),
+            notes=notes,
+        )
+
+    def figure(self, name: str) -> Any:
+        """A chart over the run's steps: "loss", "throughput" or "world"."""
+        from nbdist.views.report import figure  # noqa: PLC0415 - loads a plotting library
+
+        return figure(self.story(), name)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the run as one HTML file, which opens offline; returns where it is."""
+        from nbdist.views.report import write_report  # noqa: PLC0415 - as above
+
+        return write_report(path, self.story())
+
+    @property
+    def _who(self) -> str:
+        return self.name or "a cell's own loop"
+
+    def __str__(self) -> str:
+        of = "" if self.target is None else f" of {self.target}"
+        fault = self._view.fault if self._view is not None else None
+        why = f" ({fault.kind}: {fault.message.partition(chr(10))[0]})" if fault else ""
+        parts = [f"{self._who}: {self.state}{why}", f"{self.num_committed}{of} steps"]
+        if (loss := self._record.loss()) is not None:
+            parts.append(f"loss {loss:.4g}")
+        if (pace := self._record.samples_per_second()) is not None and not self.is_over:
+            parts.append(f"{pace:.4g} samples/s")
+        return ", ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<run of {self}>"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """As the last value of a cell: the same line, with the newest step."""
+        self.summary()
+        return {"text/plain": repr(self)}
+
+    # ---- from the link's thread
+
+    def hear(self, view: rn.RunView, incidents: Iterable[Incident]) -> None:
+        """The supervisor says how the run stands."""
+        with self._changed:
+            self._world = tuple(incidents)
+            if self._view is not None and self._view.state in OVER:
+                return
+            self._view, self.target = view, view.target
+            if view.state in OVER:
+                self._last_incidents = frozenset(map(_identity, self._world))
+            self._wake()
+
+    def cluster_gone(self, kind: str, message: str) -> None:
+        """Nothing more will be heard; `kind`: a class of `nbdist.errors`. From any thread."""
+        with self._changed:
+            self._gone = self._gone or (kind, message)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        if self._is_settled:
+            for wake in self._wakers:
+                with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits there
+                    wake()
+
+
+def whole_number(name: str, value: object) -> int:
+    """An integer of at least 1.
+
+    Raises:
+        ValueError: it is none; the message names the argument.
+    """
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}={value!r}: an integer, at least 1")
+    return number
+
+
+def _identity(incident: Incident) -> object:
+    """The same for one incident, however often the supervisor tells it."""
+    return incident.kind, incident.slots, incident.generation_before
+
+
+def _failure(fault: rn.RunFault | None) -> NbdistError:
+    if fault is None:
+        return CellFailed("the run failed; the supervisor's log says more")
+    if fault.rank is None and not fault.traceback:
+        return named_error(fault.kind, fault.message)
+    rank = -1 if fault.rank is None else fault.rank
+    error = RankError(rank, fault.kind, fault.message, fault.traceback)
+    error.traceback = error.traceback or [str(error)]
+    where = "" if fault.rank is None else f" (rank {fault.rank})"
+    return CellFailed(f"{error}{where}", {} if fault.rank is None else {rank: error})

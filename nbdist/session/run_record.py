@@ -1,0 +1,84 @@
+"""What the kernel knows of one run's committed steps. No threads, no sockets.
+
+Filled by `session.run` from the supervisor's reports, which hold only what is new.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbdist.protocol.story import ROWS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nbdist.protocol.runs import RunReport, RunState
+    from nbdist.protocol.story import Evaluation
+
+OVER: tuple[RunState, ...] = ("finished", "stopped", "failed")
+"""States in which a run stays."""
+NUM_RECENT = 20
+"""The pace is that of so many last steps."""
+
+_COLUMNS = ("step", "loss", "samples", "seconds", "generation", "world_size", "lr")
+
+
+class RunRecord:
+    """The rows and evaluations of a run, as far as they were fetched."""
+
+    def __init__(self) -> None:
+        self.rows: NDArray[np.void] = np.empty(0, ROWS)
+        """In the order in which they were committed."""
+        self.evaluations: tuple[Evaluation, ...] = ()
+        self.has_end = False
+        """The run was over when they were fetched."""
+        self.is_complete = False
+        """Nothing more will come."""
+        self._places: NDArray[np.int64] = np.empty(0, np.int64)
+        """Of each row, counted from the run's first one."""
+
+    @property
+    def num_known(self) -> int:
+        """Place of the first row that is not known."""
+        return int(self._places[-1]) + 1 if self._places.size else 0
+
+    @property
+    def num_missing(self) -> int:
+        """Rows that the supervisor had dropped before they were fetched."""
+        return self.num_known - self.rows.size
+
+    def take(self, report: RunReport) -> None:
+        """Add what is new; where rows were replaced, the new ones count."""
+        new = np.frombuffer(report.rows, ROWS)
+        kept = self._places < report.first
+        places = np.arange(report.first, report.first + new.size, dtype=np.int64)
+        self.rows = np.concatenate([self.rows[kept], new])
+        self._places = np.concatenate([self._places[kept], places])
+        self.evaluations = report.evaluations
+        self.has_end = report.view.state in OVER
+        # Where something failed, engines may still report steps that they had applied by then.
+        self.is_complete = self.has_end and report.view.fault is None
+
+    def history(self) -> dict[str, NDArray[Any]]:
+        """A column for each quantity, a row for each committed step."""
+        columns: dict[str, NDArray[Any]] = {name: self.rows[name].copy() for name in _COLUMNS}
+        seconds = columns["seconds"]
+        pace = np.full(seconds.shape, np.nan)
+        np.divide(columns["samples"], seconds, out=pace, where=seconds > 0)
+        return columns | {"samples_per_second": pace}
+
+    def num_committed(self) -> int | None:
+        """Steps that the trainer has committed; None before the run's first one."""
+        return int(self.rows[-1]["step"]) + 1 if self.rows.size else None
+
+    def loss(self) -> float | None:
+        """Of the last step."""
+        return float(self.rows[-1]["loss"]) if self.rows.size else None
+
+    def samples_per_second(self) -> float | None:
+        """Over the last steps, stalls included; of all ranks together."""
+        recent = self.rows[-NUM_RECENT:]
+        seconds = float(recent["seconds"].sum())
+        return float(recent["samples"].sum()) / seconds if seconds > 0 else None
