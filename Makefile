@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest
 PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/targets.py \
 	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
 	series state story view world) \
-	nbdist/train/sampling.py
+	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/palette.py
 
 # Installed once for this folder and these two files; any change of them installs again.
 STAMP := .venv/installed-$(shell { echo "$(CURDIR)"; cat pyproject.toml constraints.txt; } | \

@@ -49,6 +49,7 @@ PRELOADED = (
     "ipyparallel.engine.app",
     "cloudpickle",
     "nbdist.engine.entry",
+    "nbdist.train",
 )
 """What an engine and the first DDP model in it would import."""
 

@@ -1,10 +1,19 @@
-"""Training on all ranks of a group that may change: the trainer, its strategies, evaluations.
+"""What runs inside `%%distributed` cells: the trainer, its strategies, and small models.
 
-Loaded by engines and by scripts; loads torch. Never loads the kernel's column or the supervisor.
+Loads torch. Works in engines, and without them in a script under torchrun.
 """
 
 from nbdist.train.evaluate import Evaluate
-from nbdist.train.strategies import DataParallel
+from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
+from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.trainer import Trainer
 
-__all__ = ["DataParallel", "Evaluate", "Trainer"]
+__all__ = [
+    "GPT",
+    "DataParallel",
+    "Evaluate",
+    "GPTConfig",
+    "Trainer",
+    "bench_model",
+    "next_token_loss",
+]

@@ -1,0 +1,42 @@
+"""The incidents of a run or a cluster as a table, for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.cli.table import columns, milliseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from nbdist.protocol.events import Incident
+
+_HEADER = (
+    "incident",
+    "ranks",
+    "cause",
+    "step",
+    "generation",
+    "detect ms",
+    "regroup ms",
+    "restore ms",
+    "stall ms",
+)
+
+
+def incident_table(incidents: Iterable[Incident]) -> str:
+    """A line for each, in their order."""
+    return columns(_HEADER, map(_row, incidents))
+
+
+def _row(incident: Incident) -> Sequence[object]:
+    after = "…" if incident.generation_after is None else incident.generation_after
+    seconds = (incident.detect_s, incident.regroup_s, incident.restore_s, incident.stall_s)
+    return (
+        incident.kind,
+        ", ".join(map(str, incident.ranks)),
+        incident.cause,
+        "–" if incident.step is None else incident.step,
+        f"{incident.generation_before} → {after}",
+        *map(milliseconds, seconds),
+    )

@@ -1,0 +1,344 @@
+"""Charts of a run, as bokeh figures: loss, throughput and world over steps, series over time.
+
+Made in the kernel or a command's process; each call makes new models, nothing is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from bokeh.core.properties import value
+from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models.annotations import Legend
+from bokeh.plotting import figure as bokeh_figure
+
+from nbdist.views import palette
+from nbdist.views.facts import describe, place, throughput
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nbdist.protocol.story import RunStory
+
+NAMES = ("loss", "throughput", "world")
+"""Charts over steps; every run has them."""
+
+MAX_POINTS = 4_000
+"""Of a line; of a longer one, the least and the greatest of each stretch are drawn."""
+
+_MIN_LABEL_SHARE = 0.1
+"""A generation that takes less of the width has no room for its number."""
+
+_LONG_PAUSE = 8.0
+"""Times the median; a line with a longer one is parted."""
+
+_HEADROOM = 0.16
+_LEGEND: dict[str, Any] = {
+    "label_text_font": palette.FONT,
+    "label_text_font_size": "12px",
+    "label_text_color": palette.TEXT,
+    "background_fill_alpha": 0.8,
+    "border_line_color": None,
+}
+_TOOLS = "xpan,xwheel_zoom,box_zoom,reset,save"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesChart:
+    """A chart of one series, a line for each slot."""
+
+    name: str
+    """Of the series in `RunStory.series`."""
+    title: str
+    unit: str
+    scale: float
+    """From the series' unit to this one."""
+
+
+SERIES_CHARTS = (
+    SeriesChart(name="compute_s", title="Forward and backward", unit="ms", scale=1e3),
+    SeriesChart(name="memory_rss_bytes", title="Memory of each engine", unit="MiB", scale=2**-20),
+)
+"""Drawn where a run has them."""
+
+
+def figure(story: RunStory, name: str, *, reference: RunStory | None = None) -> bokeh_figure:
+    """One chart over steps.
+
+    Args:
+        story: the run.
+        name: "loss", "throughput" or "world".
+        reference: a run whose loss is drawn beneath, such as one that nothing disturbed.
+
+    Raises:
+        ValueError: there is no chart of that name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no chart {name!r}: there are {', '.join(NAMES)}")
+    if name == "loss":
+        return _loss(story, reference)
+    return _throughput(story) if name == "throughput" else _world(story)
+
+
+def series_figure(story: RunStory, chart: SeriesChart) -> bokeh_figure | None:
+    """A line for each slot over the seconds of the run; None where no slot has that series."""
+    curves = {slot: of[chart.name] for slot, of in sorted(story.series.items()) if chart.name in of}
+    curves = {slot: curve for slot, curve in curves.items() if len(curve[0])}
+    if not curves:
+        return None
+    start = min(float(x[0]) for x, _ in curves.values())
+    if len(story.rows):
+        start = min(start, float(story.rows["at"][0] - story.rows["seconds"][0]))
+    items: list[tuple[str, list[Any]]] = []
+    drawn = _empty(chart.unit, "seconds", f"{chart.title}, {chart.unit}, a line for each slot.")
+    for slot, (at, known) in curves.items():
+        picked = _thinned(known)
+        x, y = _parted(at[picked] - start, known[picked] * chart.scale)
+        line = drawn.line(
+            x,
+            y,
+            color=palette.slot_colour(slot),
+            line_dash=palette.slot_dash(slot),
+            line_width=1.5,
+        )
+        items.append((f"slot {slot}", [line]))
+    drawn.add_layout(Legend(items=items, location="top", orientation="horizontal", **_LEGEND))
+    values = np.concatenate([y for _, y in curves.values()]) * chart.scale
+    _set_y_range(drawn, values, from_zero=True)
+    return drawn
+
+
+def _loss(story: RunStory, reference: RunStory | None) -> bokeh_figure:
+    chart = _empty("loss", "step", describe(story, "loss"))
+    if not len(story.rows):
+        return chart
+    losses = story.rows["loss"]
+    if reference is not None and len(reference.rows):
+        others = reference.rows["loss"]
+        picked = _thinned(others)
+        beneath = chart.line(
+            reference.rows["step"][picked],
+            others[picked],
+            color=palette.REFERENCE,
+            line_width=5,
+            line_alpha=0.45,
+        )
+        top = _set_y_range(chart, np.concatenate([losses, others]), from_zero=False)
+        line = _line_of_steps(chart, story, losses)
+        items: list[tuple[str, list[Any]]] = [(reference.title, [beneath]), (story.title, [line])]
+        chart.add_layout(Legend(items=items, location="right", **_LEGEND))
+    else:
+        top = _set_y_range(chart, losses, from_zero=False)
+        _line_of_steps(chart, story, losses)
+    _mark_incidents(chart, story, top)
+    return chart
+
+
+def _throughput(story: RunStory) -> bokeh_figure:
+    chart = _empty("samples/s", "step", describe(story, "throughput"))
+    if len(story.rows):
+        rates = throughput(story.rows)
+        top = _set_y_range(chart, rates, from_zero=True)
+        _line_of_steps(chart, story, rates)
+        _mark_incidents(chart, story, top)
+    return chart
+
+
+def _line_of_steps(chart: bokeh_figure, story: RunStory, values: NDArray[Any]) -> Any:
+    rows, picked = story.rows, _thinned(values)
+    source = ColumnDataSource(
+        {
+            "step": rows["step"][picked],
+            "value": values[picked],
+            "loss": rows["loss"][picked],
+            "ms": rows["seconds"][picked] * 1000,
+            "ranks": rows["world_size"][picked],
+            "generation": rows["generation"][picked],
+        }
+    )
+    line = chart.line("step", "value", source=source, color=palette.TEXT, line_width=1.8)
+    chart.add_tools(_hover([line], ("step", "loss", "ms", "ranks", "generation")))
+    return line
+
+
+def _world(story: RunStory) -> bokeh_figure:
+    rows = story.rows
+    chart = _empty("ranks", "step", describe(story, "world"))
+    if not len(rows):
+        return chart
+    steps, sizes = rows["step"].astype(float), rows["world_size"].astype(float)
+    starts = np.flatnonzero(np.diff(rows["generation"], prepend=rows["generation"][0] - 1))
+    ends = np.append(steps[starts[1:]], steps[-1] + 1)
+    top = _set_y_range(chart, sizes, from_zero=True)
+    bands: dict[str, list[float]] = {"left": [], "right": []}
+    labels: dict[str, list[Any]] = {"x": [], "text": []}
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if number % 2 == 0:
+            bands["left"].append(steps[start])
+            bands["right"].append(end)
+        if (end - steps[start]) >= _MIN_LABEL_SHARE * (ends[-1] - steps[0]):
+            labels["x"].append((steps[start] + end) / 2)
+            labels["text"].append(f"generation {rows['generation'][start]}")
+    chart.vstrip(
+        x0="left",
+        x1="right",
+        source=ColumnDataSource(bands),
+        fill_color=palette.BAND,
+        line_color=None,
+        level="underlay",
+    )
+    # A corner wherever a generation or the size changes is all that a line of steps needs.
+    corners = np.union1d(starts, np.flatnonzero(np.diff(sizes, prepend=-1)))
+    x = np.append(steps[corners], steps[-1] + 1)
+    y = np.append(sizes[corners], sizes[-1])
+    source = ColumnDataSource(
+        {
+            "step": x,
+            "ranks": y,
+            "generation": np.append(rows["generation"][corners], rows["generation"][-1]),
+        }
+    )
+    colour = palette.slot_colour(0)
+    chart.varea_step(
+        "step", 0, "ranks", source=source, fill_color=colour, fill_alpha=0.12, step_mode="after"
+    )
+    line = chart.step("step", "ranks", source=source, color=colour, line_width=2, mode="after")
+    chart.text(
+        "x",
+        0.35,
+        "text",
+        source=ColumnDataSource(labels),
+        text_align="center",
+        text_baseline="middle",
+        text_color=palette.MUTED,
+        text_font_size="11px",
+        text_font=value(palette.FONT),
+    )
+    chart.add_tools(_hover([line], ("step", "ranks", "generation")))
+    chart.yaxis.ticker = sorted({0, *map(int, np.unique(sizes))})
+    _mark_incidents(chart, story, top)
+    return chart
+
+
+def _mark_incidents(chart: bokeh_figure, story: RunStory, y: float) -> None:
+    """A line and a numbered marker for each incident: shape by kind, colour by slot."""
+    columns: dict[str, list[Any]] = {
+        key: [] for key in ("x", "y", "number", "what", "cause", "colour", "marker")
+    }
+    for number, incident in enumerate(story.incidents, 1):
+        x = place(incident, story.rows)
+        if x is None:
+            continue
+        slots = ", ".join(map(str, incident.slots))
+        columns["x"].append(x)
+        columns["y"].append(y)
+        columns["number"].append(str(number))
+        columns["what"].append(f"{incident.kind}: slot {slots}")
+        columns["cause"].append(incident.cause)
+        colour = palette.slot_colour(incident.slots[0]) if incident.slots else palette.MUTED
+        columns["colour"].append(colour)
+        columns["marker"].append(palette.MARKERS[incident.kind])
+    if not columns["x"]:
+        return
+    source = ColumnDataSource(columns)
+    chart.vspan("x", source=source, line_color="colour", line_width=1.2, line_dash=[4, 3])
+    marks = chart.scatter(
+        "x",
+        "y",
+        source=source,
+        marker="marker",
+        size=11,
+        fill_color="colour",
+        line_color="white",
+        line_width=1,
+    )
+    chart.text(
+        "x",
+        "y",
+        "number",
+        source=source,
+        x_offset=8,
+        text_baseline="middle",
+        text_color=palette.TEXT,
+        text_font_size="11px",
+        text_font=value(palette.FONT),
+    )
+    hover = HoverTool(renderers=[marks])
+    hover.tooltips = [("incident", "@number"), ("", "@what"), ("cause", "@cause")]
+    chart.add_tools(hover)
+
+
+def _set_y_range(chart: bokeh_figure, values: NDArray[Any], *, from_zero: bool) -> float:
+    """Room for the values, and above them for markers; returns the height of those."""
+    known = values[np.isfinite(values)]
+    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+    if from_zero:
+        low = min(low, 0.0)
+    height = (high - low) or abs(high) or 1.0
+    floor = low if from_zero else low - 0.06 * height
+    chart.y_range = Range1d(start=floor, end=high + _HEADROOM * height)
+    return high + _HEADROOM / 2 * height
+
+
+def _thinned(values: NDArray[Any]) -> NDArray[np.intp]:
+    """Indices to draw: all, or the least and the greatest of each of many stretches."""
+    if len(values) <= MAX_POINTS:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), MAX_POINTS // 2 + 1).astype(int)
+    filled = np.nan_to_num(values.astype(float), nan=np.inf)
+    picked = [0, len(values) - 1]
+    for start, end in pairwise(edges):
+        part = filled[start:end]
+        picked += [start + int(part.argmin()), start + int(part.argmax())]
+    return np.unique(picked)
+
+
+def _parted(
+    x: NDArray[np.float64], y: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The same with a hole wherever the series pauses, as while its seat was empty."""
+    pauses = np.diff(x)
+    if not len(pauses):
+        return x, y
+    after = np.flatnonzero(pauses > _LONG_PAUSE * np.median(pauses)) + 1
+    return np.insert(x, after, x[after - 1]), np.insert(y, after, np.nan)
+
+
+def _hover(renderers: list[Any], names: tuple[str, ...]) -> HoverTool:
+    formats = {"loss": "{0.0000}", "ms": "{0}"}
+    tips = [(name, f"@{name}{formats.get(name, '')}") for name in names]
+    return HoverTool(renderers=renderers, tooltips=tips, mode="vline")
+
+
+def _empty(y_label: str, x_label: str, description: str) -> bokeh_figure:
+    chart = bokeh_figure(
+        height=280,
+        sizing_mode="stretch_width",
+        tools=_TOOLS,
+        active_drag="box_zoom",
+        x_axis_label=x_label,
+        y_axis_label=y_label,
+        y_range=Range1d(start=0, end=1),
+        output_backend="svg",
+    )
+    chart.name = description
+    chart.toolbar.logo = None
+    chart.toolbar.autohide = True
+    chart.outline_line_color = None
+    chart.min_border_left = 70
+    chart.x_range.range_padding = 0.02  # type: ignore[attr-defined]
+    for axis in chart.axis:
+        axis.axis_line_color = palette.GRID
+        axis.major_tick_line_color = palette.GRID
+        axis.minor_tick_line_color = None
+        axis.axis_label_text_font = axis.major_label_text_font = palette.FONT
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
+        axis.axis_label_text_color = axis.major_label_text_color = palette.MUTED
+    chart.yaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
+    chart.xgrid.grid_line_color = None
+    chart.ygrid.grid_line_color = palette.GRID
+    return chart

@@ -1,0 +1,328 @@
+"""A run as figures, tables and a page that needs no network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nbdist.protocol.events import Incident
+from nbdist.protocol.story import ROWS, Evaluation, RunStory
+from nbdist.views import facts, figures, palette
+from nbdist.views.report import Check, figure, page, write_report
+
+NUM_STEPS = 30
+
+
+def incident(kind="lost", slot=2, step=10, before=1, after=2, **more):
+    fields = {"kind": kind, "slots": (slot,), "ranks": (slot,), "cause": "SIGKILL", "step": step}
+    fields |= {"generation_before": before, "generation_after": after}
+    return Incident(**(fields | more))
+
+
+def make_story(num_steps=NUM_STEPS, **fields):
+    rows = np.zeros(num_steps, ROWS)
+    rows["step"] = np.arange(num_steps)
+    rows["loss"] = 5.0 - 0.1 * rows["step"]
+    rows["samples"], rows["seconds"], rows["lr"] = 16, 0.2, 1e-3
+    rows["generation"], rows["world_size"] = 1, 4
+    rows["generation"][10:], rows["world_size"][10:12] = 2, 3
+    rows["generation"][12:] = 3
+    rows["seconds"][10:11] = 0.8
+    rows["at"] = 100 + np.cumsum(rows["seconds"])
+    incidents = [
+        incident(detect_s=0.004, regroup_s=0.03, stall_s=0.6, steps_repeated=1),
+        incident("joined", step=None, before=2, after=3, cause="refill", restore_s=0.05),
+    ]
+    return RunStory(**{"title": "a run", "rows": rows, "incidents": incidents, **fields})
+
+
+def with_rows(**columns):
+    story = make_story()
+    for name, (index, number) in columns.items():
+        story.rows[name][index] = number
+    return story
+
+
+def empty_story():
+    return RunStory(title="nothing", rows=np.empty(0, ROWS))
+
+
+def checks_of(story):
+    return {check.name: check for check in facts.story_checks(story)}
+
+
+# ---- facts
+
+
+def test_headlines_are_those_of_the_rows():
+    """Steps, loss, median throughput, worlds, incidents and samples."""
+    values = {fact.label: (fact.value, fact.detail) for fact in facts.headlines(make_story())}
+    assert values["steps committed"] == ("30", "in 6.6 s")
+    assert values["loss"] == ("2.100", "from 5.000")
+    assert values["samples a second"] == ("80", "median; 480 samples")
+    assert values["ranks"] == ("4", "3 to 4; 3 generations")
+    assert values["incidents"] == ("2", "longest stall 600 ms")
+    assert values["samples lost / repeated"] == ("0 / 0", "")
+
+
+def test_a_story_without_a_flaw_passes_all_checks():
+    """Nothing is missing, nothing happened twice."""
+    assert all(check.holds for check in facts.story_checks(make_story()))
+
+
+@pytest.mark.parametrize(
+    ("story", "name", "detail"),
+    [
+        (with_rows(step=(7, 6)), "no step is missing or committed twice", "after step 6 comes 6"),
+        (with_rows(loss=(4, np.nan)), "every loss is a number", "nan at step 4"),
+        (
+            make_story(incidents=[incident(samples_lost=3, samples_repeated=5)]),
+            "no sample is lost or repeated",
+            "3 lost, 5 repeated",
+        ),
+        (
+            make_story(incidents=[incident(not_restored={"file": "cannot be copied"})]),
+            "newcomers were given everything",
+            "lacking: file",
+        ),
+        (make_story(incidents=[incident(after=None)]), "every incident came to its end", "1 did"),
+        (empty_story(), "steps were committed", "0"),
+    ],
+)
+def test_each_flaw_is_seen_by_its_own_check(story, name, detail):
+    """The check fails, the others hold, and the detail says where."""
+    checks = checks_of(story)
+    assert [check.name for check in checks.values() if not check.holds] == [name]
+    assert detail in checks[name].detail
+
+
+def test_an_incident_without_a_step_stands_where_its_generation_begins():
+    """Its own step comes first; before any row of its generation it has no place."""
+    rows = make_story().rows
+    assert facts.place(incident(step=17), rows) == 17
+    assert facts.place(incident(step=None, after=3), rows) == 12
+    assert facts.place(incident(step=None, after=9), rows) is None
+    assert facts.place(incident(step=None, after=None), rows) is None
+
+
+def test_the_incident_table_has_every_part():
+    """Durations in ms, a dash where a part did not take place, and what could not be restored."""
+    table = facts.incident_table(
+        [incident(detect_s=0.0042, stall_s=1.5, steps_repeated=1, not_restored={"f": "open file"})]
+    )
+    whole = " | ".join(map("=".join, zip(table.header, table.rows[0], strict=True)))
+    assert whole == (
+        "#=1 | kind=lost | slots=2 | ranks=2 | cause=SIGKILL | step=10 | generation=1 → 2 | "
+        "detect ms=4 | regroup ms=– | restore ms=– | stall ms=1,500 | steps repeated=1 | "
+        "samples lost=0 | samples repeated=0 | not restored=f: open file"
+    )
+
+
+def test_a_long_run_has_a_short_table():
+    """Of many steps some are shown, those around a change of generation among them."""
+    story = make_story(5000)
+    table = facts.step_table(story)
+    steps = {int(row[0]) for row in table.rows}
+    assert {0, 9, 10, 11, 12, 4999} <= steps
+    assert len(steps) < 80
+    assert table.note == f"{len(steps)} of 5,000 steps"
+    assert len(facts.step_table(make_story()).rows) == NUM_STEPS
+    assert facts.step_table(empty_story()).rows == []
+
+
+def test_each_chart_is_told_in_a_sentence():
+    """The sentence has the chart's numbers, whatever they are."""
+    story = make_story()
+    assert "from 5.000 to 2.100, lowest 2.100 at step 29. 2" in facts.describe(story, "loss")
+    assert "median 80, least 20 at step 10" in facts.describe(story, "throughput")
+    assert "4 at first, 4 at last, 3 at least" in facts.describe(story, "world")
+    assert facts.describe(empty_story(), "loss") == "No step was committed."
+    lost = with_rows(loss=(slice(None), np.nan))
+    assert "None of 30 steps has a value" in facts.describe(lost, "loss")
+
+
+# ---- palette
+
+
+def test_every_slot_has_a_look_of_its_own():
+    """32 slots: no two share colour and dash, and a slot keeps its colour."""
+    looks = {(palette.slot_colour(slot), palette.slot_dash(slot)) for slot in range(32)}
+    assert len(looks) == 32
+    assert palette.slot_colour(0) == "#0072B2"
+
+
+# ---- figures
+
+
+def sources_of(chart):
+    return [renderer.data_source.data for renderer in chart.renderers]
+
+
+def test_figures_show_the_rows():
+    """Loss, throughput and world draw what the story holds."""
+    story = make_story()
+    assert any(
+        "value" in data and np.array_equal(data["value"], story.rows["loss"])
+        for data in sources_of(figure(story, "loss"))
+    )
+    rates = next(d["value"] for d in sources_of(figure(story, "throughput")) if "value" in d)
+    assert rates[10] == pytest.approx(20)
+    world = next(d for d in sources_of(figure(story, "world")) if "ranks" in d)
+    assert world["step"].tolist() == [0, 10, 12, 30]
+    assert world["ranks"].tolist() == [4, 3, 4, 4]
+
+
+@pytest.mark.parametrize("name", figures.NAMES)
+def test_every_incident_is_marked_on_every_chart(name):
+    """At its step, numbered as in the table, in its slot's colour and its kind's shape."""
+    marks = next(d for d in sources_of(figure(make_story(), name)) if "marker" in d)
+    assert marks["x"] == [10, 12]
+    assert marks["number"] == ["1", "2"]
+    assert marks["colour"] == [palette.slot_colour(2)] * 2
+    assert marks["marker"] == ["inverted_triangle", "triangle"]
+
+
+@pytest.mark.parametrize("name", figures.NAMES)
+def test_figures_stand_what_runs_bring(name):
+    """No steps, one step, losses that are no numbers, thousands of steps."""
+    wild = with_rows(loss=(slice(0, 5), np.inf), seconds=(3, 0.0))
+    instant = with_rows(seconds=(slice(None), 0.0), loss=(slice(None), np.nan))
+    for story in (empty_story(), make_story(1), wild, instant, make_story(20_000)):
+        chart = figure(story, name)
+        for data in sources_of(chart):
+            assert all(len(column) <= figures.MAX_POINTS + 2 for column in data.values())
+        assert np.isfinite([chart.y_range.start or 0, chart.y_range.end or 0]).all()
+
+
+def test_a_long_line_keeps_its_extremes():
+    """Of thousands of steps not all are drawn, but the outlier is."""
+    story = make_story(20_000)
+    story.rows["loss"][12_345] = 99.0
+    drawn = next(d["value"] for d in sources_of(figure(story, "loss")) if "value" in d)
+    assert max(drawn) == 99.0
+
+
+def test_a_chart_that_does_not_exist_is_refused():
+    """The error lists those that do."""
+    with pytest.raises(ValueError, match="no chart 'lose': there are loss, throughput, world"):
+        figure(make_story(), "lose")
+
+
+def test_a_reference_is_drawn_beneath_and_named():
+    """Two lines, told apart by a legend."""
+    reference = replace(make_story(incidents=[]), title="undisturbed")
+    chart = figure(make_story(), "loss", reference=reference)
+    assert [item.label.value for item in chart.legend[0].items] == ["undisturbed", "a run"]
+
+
+def test_series_have_a_line_for_each_slot_in_its_colour():
+    """In the chart's unit, from the run's start, with a hole where the seat was empty."""
+    x = 100 + np.array([1.0, 2.0, 3.0, 33.0, 34.0])
+    series = {slot: {"compute_s": (x, np.full(5, 0.01))} for slot in (0, 3)}
+    compute, memory = figures.SERIES_CHARTS
+    chart = figures.series_figure(make_story(series=series), compute)
+    assert [r.glyph.line_color for r in chart.renderers] == [
+        palette.slot_colour(0),
+        palette.slot_colour(3),
+    ]
+    data = chart.renderers[0].data_source.data
+    assert np.array_equal(data["y"], [10, 10, 10, np.nan, 10, 10], equal_nan=True)
+    assert data["x"][0] == pytest.approx(1.0)
+    assert figures.series_figure(make_story(series=series), memory) is None
+
+
+# ---- the page
+
+
+class Resources(HTMLParser):
+    """Collects what a browser would fetch, and the text that a reader sees."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.fetched, self.text, self.tags, self._inside = [], [], [], ""
+        self.styles = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self._inside = tag
+        self.tags.append(tag)
+        names = {"src", "href", "data", "action", "poster", "srcset"}
+        self.fetched += [value for name, value in attributes if name in names]
+
+    def handle_endtag(self, _tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "style":
+            self.styles.append(data)
+        elif self._inside != "script":
+            self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def html():
+    x = 100 + np.arange(1.0, 6.0)
+    story = make_story(
+        title="<script>alert(1)</script> & co",
+        series={0: {"memory_rss_bytes": (x, np.full(5, 2.0**28))}},
+        evaluations=[Evaluation(step=20, at=104.0, metrics={"accuracy": 0.5})],
+        notes=["12 records <b>dropped</b>"],
+    )
+    extra = [Check(name="replicas are equal", holds=False, detail="rank 2 differs")]
+    return page(story, checks=extra, reference=make_story(title="undisturbed"))
+
+
+def test_the_page_fetches_nothing(html):
+    """No attribute, style or import names another resource: it opens offline."""
+    resources = Resources(html)
+    assert resources.fetched == []
+    styles = "".join(resources.styles)
+    assert not re.search(r"@import|url\(\s*['\"]?(?!data:)", styles)
+    assert "link" not in resources.tags
+    assert len(re.findall(r"<script\b[^>]*>", html)) >= 3
+
+
+def test_the_page_says_everything_in_words(html):
+    """Facts, checks, incidents, evaluations, notes, and a table beside each chart."""
+    resources = Resources(html)
+    text = " ".join(" ".join(resources.text).split())
+    for words in (
+        *("1 of 7 checks failed", "replicas are equal : rank 2 differs", "2.100", "1 → 2"),
+        *("Loss as a table", "Throughput as a table", "Ranks and generations as a table"),
+        *("Memory of each engine", "256.0", "accuracy", "12 records <b>dropped</b>", "▼ lost"),
+    ):
+        assert words in text
+    assert resources.tags.count("figure") == 4
+    assert resources.tags.count("details") == 4
+    assert html.count('role="img" aria-label="') == 4
+
+
+def test_what_users_write_is_text_and_not_html(html):
+    """A title with tags in it is shown as it is."""
+    assert "<script>alert" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in html
+
+
+def test_a_report_is_one_file(tmp_path):
+    """An older one is replaced; a run without steps or incidents has a page too."""
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    assert write_report(path, empty_story()) == path
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "Nothing happened" in text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_views_load_no_torch():
+    """A notebook's kernel draws them."""
+    code = "import sys\nimport nbdist.views.report\nassert 'torch' not in sys.modules"
+    root = Path(palette.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
