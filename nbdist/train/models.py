@@ -169,7 +169,7 @@ def bench_model() -> nn.Module:
     Takes `(batch, BENCH_FEATURES)`, returns logits `(batch, BENCH_CLASSES)`; 109 thousand
     parameters. DDP reduces its gradients in one bucket, or in two with `bucket_mb=0.25`.
     """
-    layers: list[nn.Module] = [nn.Linear(BENCH_FEATURES, _BENCH_WIDTH), nn.ReLU()]
+    layers: list[nn.Module] = [nn.Linear(BENCH_FEATURES, _BENCH_WIDTH), nn.GELU()]
     for _ in range(_BENCH_HIDDEN_LAYERS):
-        layers += [nn.Linear(_BENCH_WIDTH, _BENCH_WIDTH), nn.ReLU()]
+        layers += [nn.Linear(_BENCH_WIDTH, _BENCH_WIDTH), nn.GELU()]
     return nn.Sequential(*layers, nn.Linear(_BENCH_WIDTH, BENCH_CLASSES))

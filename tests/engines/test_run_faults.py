@@ -1,0 +1,271 @@
+"""A training run goes on whatever happens to its engines, and loses no step and no sample."""
+
+import os
+import random
+import signal
+import statistics
+import time
+
+import numpy as np
+import psutil
+import pytest
+import training
+
+import nbdist
+
+STALL_S = 4 * 0.15
+WORST_STALL_S = 4 * 0.6
+REFILL_S = 4 * 1.5
+JOIN_STALL_S = 4 * 0.2
+
+
+def stalls(run, kind):
+    """How long the run stood still for its incidents of a kind."""
+    return [i.stall_s for i in run.incidents if i.kind == kind and i.stall_s is not None]
+
+
+def check(engines, run, num_steps):
+    """The run is whole: steps, samples, replicas, and nothing lost by its own account."""
+    assert run.wait(60).state == "finished"
+    assert len(run.history["step"]) == num_steps
+    training.check_steps(run)
+    training.check_samples(engines, num_steps)
+    training.check_replicas(engines)
+    assert all(i.samples_lost == i.samples_repeated == 0 for i in run.incidents)
+
+
+def begin(engines, num_steps, code=training.CELL):
+    """A trainer, and its run under way."""
+    engines.run(code)
+    return engines.train("trainer", steps=num_steps)
+
+
+def passed(run, step):
+    """Whether so many steps are committed."""
+    return len(run.history["step"]) >= step
+
+
+@pytest.mark.timeout(180)
+def test_twenty_kills(cluster, until):
+    """Twenty kills at random moments, rank 0 among them, each when the world is whole again: every
+    step and sample once, the loss of an undisturbed run, and hardly a pause (C15, C18, R1, R20)."""
+    engines, moment = cluster(4), random.Random(7)
+    run = begin(engines, 1_000_000)
+    for number in range(20):
+        before = engines.generation
+        mark = len(run.history["step"]) + moment.randrange(2, 12)
+        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        time.sleep(moment.random() * 0.02)  # anywhere in a step
+        begun = time.monotonic()
+        engines.kill(number % 4)
+        engines.wait_healthy(30, after=before + 1)
+        assert time.monotonic() - begun < REFILL_S
+    run.stop()
+    num_steps = len(run.history["step"])
+    training.check_steps(run)
+    training.check_samples(engines, num_steps)
+    training.check_replicas(engines)
+    lost, joined = stalls(run, "lost"), stalls(run, "joined")
+    assert len([i for i in run.incidents if i.kind == "lost"]) == 20
+    assert statistics.median(lost) <= STALL_S
+    assert max(lost) <= WORST_STALL_S
+    assert statistics.median(joined) <= JOIN_STALL_S
+    losses = training.undisturbed(engines, num_steps)
+    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)
+
+
+def test_scaled_in_mid_run(cluster, until):
+    """2 → 4 → 3 → 4 engines while it trains: nobody waits for an import, nothing is lost (C17, R22,
+    T25, R11)."""
+    engines = cluster(2)
+    run = begin(engines, 200)
+    for size in (4, 3, 4):
+        until(lambda: passed(run, len(run.history["step"]) + 5), 20, "the run goes on")
+        engines.scale(size)
+    check(engines, run, 200)
+    assert set(run.history["world_size"]) == {2, 3, 4}
+    assert max(stalls(run, "scaled")) <= 4 * JOIN_STALL_S
+    losses = training.undisturbed(engines, 200)
+    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)
+
+
+def test_shrink(cluster, until):
+    """With policy shrink the seat stays empty, and the survivors train on the whole batch."""
+    engines = cluster(3, policy="shrink")
+    run = begin(engines, 100)
+    until(lambda: passed(run, 20), 20, "the run goes on")
+    engines.kill(1)
+    check(engines, run, 100)
+    assert run.history["world_size"][[0, -1]].tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("moment", ["anywhere", "in data"])
+def test_stopped(cluster, until, moment):
+    """A rank that is stopped is dead after the hang timeout, and the run goes on (R21)."""
+    engines = cluster(3, hang_timeout_s=1.0)
+    code = (
+        training.CELL if moment == "anywhere" else training.CELL + "trainer = make(data=Data(5e-4))"
+    )
+    run = begin(engines, 150, code)
+    until(lambda: passed(run, 20), 30, "the run goes on")
+    engines.kill(2, signal="STOP")
+    check(engines, run, 150)
+    hung = [i for i in run.incidents if i.kind == "hung"]
+    assert [i.ranks for i in hung] == [(2,)]
+    assert 0.9 < hung[0].stall_s <= 1.0 + 4 * 0.3
+
+
+def test_two_at_once(cluster, until):
+    """Two killed in one step, rank 0 among them (R10)."""
+    engines = cluster(4)
+    run = begin(engines, 200)
+    until(lambda: passed(run, 20), 20, "the run goes on")
+    engines.kill([0, 2])
+    check(engines, run, 200)
+    assert max(stalls(run, "lost")) <= WORST_STALL_S
+
+
+def watch_log(engines, words, until):
+    """Wait until the supervisor's log has these words once more."""
+    log = engines.logs / "supervisor.log"
+    before = log.read_text().count(words)
+    until(lambda: log.read_text().count(words) > before, 20, lambda: f"{words!r} in {log}")
+
+
+@pytest.mark.parametrize("second", [1, 0])
+def test_killed_while_the_group_forms(cluster, until, second):
+    """One more dies while the survivors form their group: the next one is formed (C23)."""
+    engines = cluster(4)
+    run = begin(engines, 200)
+    pids = {s.rank: s.pid for s in engines.status()}
+    until(lambda: passed(run, 20), 20, "the run goes on")
+    log = engines.logs / "supervisor.log"
+    formed = log.read_text().count("forming")
+    os.kill(pids[3], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while log.read_text().count("forming") == formed:
+        assert time.monotonic() < deadline
+    os.kill(pids[second], signal.SIGKILL)
+    check(engines, run, 200)
+    assert max(stalls(run, "lost")) <= WORST_STALL_S
+
+
+@pytest.mark.parametrize("who", ["newcomer", "donor"])
+def test_killed_in_the_hand_over(cluster, until, who):
+    """The newcomer, or who gives it the state, dies in the hand-over: another one takes its place
+    (C23, R17)."""
+    engines = cluster(3)
+    run = begin(engines, 300, training.CELL + "ballast = torch.ones(8_000_000) * 3\n")
+    until(lambda: passed(run, 20), 20, "the run goes on")
+    donor = next(s.pid for s in engines.status() if s.rank == 0)
+    log = engines.logs / "supervisor.log"
+    restoring = log.read_text().count("restoring")
+    engines.kill(2)
+    until(lambda: log.read_text().count("restoring") > restoring + 1, 20, "a hand-over")
+    victim = donor if who == "donor" else next(s.pid for s in engines.status() if s.slot == 2)
+    os.kill(victim, signal.SIGKILL)
+    engines.wait_healthy(30)
+    check(engines, run, 300)
+    assert engines.run("float(ballast.sum())", once=True).values == dict.fromkeys(range(3), 24e6)
+
+
+def test_large_state(cluster, until):
+    """A state of 100 MB goes over in a while that is shown (R19)."""
+    engines = cluster(2)
+    code = (
+        training.CELL
+        + """
+class Large(Counting):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(25_000_000, dtype=torch.float32))
+trainer = make(model=Large)
+"""
+    )
+    run = begin(engines, 60, code)
+    until(lambda: passed(run, 10), 30, "the run goes on")
+    engines.kill(1)
+    check(engines, run, 60)
+    joined = next(i for i in run.incidents if i.kind == "joined")
+    assert joined.restore_s < 4 * 0.5
+    assert joined.stall_s < 4 * 1.0
+
+
+def test_busy_kernel(kernel, until):
+    """The kernel computes in pure Python: a kill meanwhile is recovered as fast."""
+    notebook = kernel()
+    notebook.start(3)
+    notebook.do(f"c.run({training.CELL!r})")
+    notebook.do("run = c.train('trainer', steps=100000)")
+    victim = notebook.ask("[s.pid for s in c.status()][1]")
+    begun = time.monotonic()
+    notebook.begin(
+        "do", "import time\nend = time.monotonic() + 4\nwhile time.monotonic() < end: pass"
+    )
+    until(lambda: time.monotonic() > begun + 1, 5, "the kernel is busy")
+    os.kill(victim, signal.SIGKILL)
+    notebook._answer("a busy kernel")
+    notebook.do("c.wait_healthy(10)")
+    incidents = notebook.ask("[[i.kind, i.stall_s] for i in run.incidents]")
+    assert [kind for kind, _ in incidents] == ["lost", "joined"]
+    assert incidents[0][1] <= STALL_S
+    notebook.do("run.stop()")
+
+
+def test_killed_supervisor(cluster, until):
+    """The supervisor dies in mid-run: the run goes on, its record is whole, orders work (F21)."""
+    engines = cluster(3)
+    run = begin(engines, 300)
+    until(lambda: passed(run, 20), 20, "the run goes on")
+    engines._link._supervisor.kill()
+    until(lambda: passed(run, 60), 20, "the run goes on")
+    engines.kill(0)
+    check(engines, run, 300)
+
+
+def test_all_lost(cluster, until):
+    """Nobody is left: the run fails, and says why."""
+    engines = cluster(2)
+    run = begin(engines, 100_000)
+    until(lambda: passed(run, 10), 20, "the run goes on")
+    engines.kill([0, 1])
+    with pytest.raises(nbdist.RecoveryFailed):
+        run.wait(20)
+    assert run.state == "failed"
+    assert len(run.history["step"]) >= 10
+
+
+def test_minimum_world(cluster, until):
+    """Below min_world the run waits for the seat to be filled, and then goes on."""
+    engines = cluster(2, min_world=2)
+    run = begin(engines, 100)
+    until(lambda: passed(run, 10), 20, "the run goes on")
+    engines.kill(1)
+    check(engines, run, 100)
+    assert set(run.history["world_size"]) == {2}
+
+
+def test_nothing_grows(cluster, until):
+    """Kills leave no descriptors, threads or memory behind in those who stay."""
+    engines = cluster(3)
+    run = begin(engines, 1_000_000)
+
+    def traces():
+        found = []
+        for seat in engines.status():
+            process = psutil.Process(seat.pid)
+            found.append((process.num_fds(), process.num_threads(), process.memory_info().rss))
+        return found[0]
+
+    sizes = []
+    for _ in range(8):
+        before = engines.generation
+        engines.kill(2)
+        engines.wait_healthy(30, after=before + 1)
+        mark = len(run.history["step"]) + 5
+        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        sizes.append(traces())
+    run.stop()
+    assert sizes[-1][0] <= sizes[2][0] + 3
+    assert sizes[-1][1] <= sizes[2][1]
+    assert sizes[-1][2] <= sizes[2][2] * 1.2

@@ -1,0 +1,90 @@
+"""What the tests of training runs have the engines train, and how they check what was trained.
+
+The model counts: beside an MLP it has a parameter with a place for each sample, whose gradient is
+one for each time that the sample is trained on. So what was applied can be counted afterwards,
+without believing the ledger.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NUM_SAMPLES = 6000
+BATCH = 60
+STEPS_PER_EPOCH = NUM_SAMPLES // BATCH
+
+CELL = f"""
+import time
+import torch
+from nbdist.train import DataParallel, Evaluate, Trainer, bench_model
+
+class Data:
+    def __init__(self, pause_s=0.0):
+        self.pause_s = pause_s
+    def __len__(self):
+        return {NUM_SAMPLES}
+    def __getitem__(self, i):
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        generator = torch.Generator().manual_seed(int(i))
+        x = torch.randn(64, generator=generator)
+        return (x, int(i)), x[:10] * 0.5 + torch.randn(10, generator=generator)
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = bench_model()
+        self.count = torch.nn.Parameter(torch.zeros({NUM_SAMPLES}))
+    def forward(self, batch):
+        x, i = batch
+        return self.inner(x), self.count[i]
+
+def loss(output, target):
+    y, count = output
+    return torch.nn.functional.mse_loss(y, target) + (count.detach() - count).mean()
+
+def sgd(named):
+    named = list(named)
+    inner = [(n, p) for n, p in named if n != "count"]
+    counts = [(n, p) for n, p in named if n == "count"]
+    return torch.optim.SGD(
+        [dict(params=inner, lr=0.05, momentum=0.9), dict(params=counts, lr=1.0, momentum=0.0)],
+        lr=0.05,
+    )
+
+def make(**more):
+    usual = dict(model=Counting, optimizer=sgd, loss=loss, data=Data(), global_batch={BATCH}, seed=0)
+    return Trainer(**(usual | more))
+
+trainer = make()
+"""
+
+
+def undisturbed(engines, steps, make="make()"):
+    """Losses of a run of the same seed in which nothing happens."""
+    engines.run(f"reference = {make}", once=True)
+    return engines.train("reference", steps=steps).wait(120).history["loss"]
+
+
+def check_steps(run, first=0):
+    """Every step is committed once, in order."""
+    steps = run.history["step"]
+    assert steps.tolist() == list(range(first, first + len(steps)))
+
+
+def check_samples(engines, num_steps, name="trainer"):
+    """Every sample was applied as often as the steps say: none lost, none repeated."""
+    code = f"({name}.model.count.detach() * {BATCH}).round().to(torch.int64)"
+    counts = engines.run(code, once=True).values
+    epochs, rest = divmod(num_steps, STEPS_PER_EPOCH)
+    for rank, count in counts.items():
+        times = np.bincount(count.numpy(), minlength=epochs + 2)
+        assert times[epochs] == NUM_SAMPLES - rest * BATCH, (rank, times)
+        assert times[epochs + 1] == rest * BATCH, (rank, times)
+
+
+def check_replicas(engines, name="trainer"):
+    """All ranks hold the same parameters, bit for bit."""
+    digests = engines.parameter_digest(name)
+    assert set(digests) == set(range(engines.world_size))
+    assert len(set(digests.values())) == 1, digests
