@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from nbdist.engine.sender import Sender
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.protocol import wire
@@ -118,6 +119,7 @@ class Agent:
         poller = zmq.Poller()
         for source in (socket, monitor, self._wakeup):
             poller.register(source, zmq.POLLIN)
+        sender = Sender(self._slot)
         next_beat, number, told = 0.0, 0, (False, self.cell)
         while True:
             ready = dict(poller.poll(int(LOOK_PERIOD_S * 1000)))
@@ -142,6 +144,8 @@ class Agent:
                 number += 1
                 self._beat(socket, number, where if is_waiting else None, now)
                 next_beat, told = now + BEAT_PERIOD_S, news
+            generation = Generation(self._groups.generation)
+            sender.serve(socket, now, generation=generation, num_unanswered=len(self._sent))
             self._end_in_time(now)
 
     def _end_in_time(self, now: float) -> None:

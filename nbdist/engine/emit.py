@@ -38,6 +38,11 @@ class Drained(NamedTuple):
     num_dropped: int
     """Records that were lost since the ring was made."""
 
+    @property
+    def num_records(self) -> int:
+        """How many were taken out."""
+        return len(self.records) // RECORD.itemsize
+
 
 class _Context:
     """What the next records belong to; one attribute, so that a writer finds it whole."""
@@ -52,7 +57,11 @@ def _writer(
     buffer: bytearray, num_records: int, context: _Context
 ) -> Callable[[int, int, int, int, float], None]:
     """The function that writes into a ring; its names are its own, since that is fastest."""
-    pack_into, size, next_number = struct.Struct(PACKED).pack_into, RECORD.itemsize, count(1).__next__
+    pack_into, size, next_number = (
+        struct.Struct(PACKED).pack_into,
+        RECORD.itemsize,
+        count(1).__next__,
+    )
 
     def put(kind: int, t0_ns: int, t1_ns: int, ident: int, value: float) -> None:
         try:

@@ -130,7 +130,7 @@ MAX_BATCH_RECORDS = MAX_BATCH_BYTES // RECORD.itemsize
 _KINDS = np.array(sorted(Kind), dtype=np.uint16)
 
 
-class MalformedBatch(ValueError):
+class BatchError(ValueError):
     """Bytes that are no batch of records of this layout; says why."""
 
 
@@ -138,24 +138,24 @@ def decode_records(layout: int, data: bytes) -> NDArray[np.void]:
     """The records of a batch, of dtype `RECORD`.
 
     Raises:
-        MalformedBatch: they are not what an engine of this version sends.
+        BatchError: they are not what an engine of this version sends.
     """
     if layout != LAYOUT:
-        raise MalformedBatch(f"layout {layout}, expected {LAYOUT}")
+        raise BatchError(f"layout {layout}, expected {LAYOUT}")
     if not data or len(data) > MAX_BATCH_BYTES or len(data) % RECORD.itemsize:
         size = f"1 to {MAX_BATCH_RECORDS} records of {RECORD.itemsize}"
-        raise MalformedBatch(f"{len(data)} bytes, expected {size}")
+        raise BatchError(f"{len(data)} bytes, expected {size}")
     records: NDArray[np.void] = np.frombuffer(data, RECORD)
     check(records)
     return records
 
 
 def check(records: NDArray[np.void]) -> None:
-    """Raises MalformedBatch unless these can be records of one process in their order."""
+    """Raises BatchError unless these can be records of one process in their order."""
     numbers = records["number"]
     if numbers[0] < 1 or np.any(np.diff(numbers) <= 0):
-        raise MalformedBatch("numbers of records that do not rise")
+        raise BatchError("numbers of records that do not rise")
     if not np.isin(records["kind"], _KINDS).all():
-        raise MalformedBatch(f"a kind that is not known, in {np.unique(records['kind'])}")
+        raise BatchError(f"a kind that is not known, in {np.unique(records['kind'])}")
     if np.any(records["t1_ns"] < records["t0_ns"]):
-        raise MalformedBatch("a span that ends before it begins")
+        raise BatchError("a span that ends before it begins")
