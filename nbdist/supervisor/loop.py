@@ -26,6 +26,7 @@ from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.rundir import Owner, RunDir
 from nbdist.supervisor import instructions as do
+from nbdist.supervisor.collector import Collector
 from nbdist.supervisor.desk import Desk
 from nbdist.supervisor.devices import engine_environment, offered_slots
 from nbdist.supervisor.door import Door
@@ -34,6 +35,7 @@ from nbdist.supervisor.journal import Journal
 from nbdist.supervisor.launch import Zygote
 from nbdist.supervisor.ledger import Ledger, StepLedger
 from nbdist.supervisor.seats import SeatState
+from nbdist.supervisor.series import Series
 from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import last_words, view_of
 from nbdist.supervisor.watchdog import Hung, Watchdog, observe
@@ -69,6 +71,7 @@ class Loop:
             self._machine, self._journal, send=self._door.send, signal_engine=self._signal
         )
         self._watchdog = Watchdog(self._config.hang_timeout_s)
+        self._collector = Collector(Series(self._config.telemetry_max_mb))
         self._zygote = Zygote(rundir)
         self._hub: HubLink | None = None
         self._agents: dict[Slot, bytes] = {}
@@ -143,6 +146,8 @@ class Loop:
         match event:
             case ev.Beat():
                 self._beat(identity, event, now)
+            case ev.Telemetry() if event.slot in self._machine.seats:
+                self._collector.take(event, self._machine.generation)
             case ev.EngineHello():
                 self._agents[event.slot] = identity
                 self._watchdog.beat(event.pid, now)

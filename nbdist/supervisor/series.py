@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.telemetry import SERIES, SPANS, Kind
+from nbdist.protocol.telemetry import RECORD, SERIES, SPANS, Kind
 from nbdist.supervisor.history import POINT, Budget, History
 from nbdist.supervisor.timeline import Timelines
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nbdist.supervisor.timeline import StepTimeline
 
 MEGABYTE = 1_000_000
+MAX_WAITING = 512
+"""Records of a slot that may wait to be taken into its series, unless somebody looks before."""
 
 
 class Series:
@@ -33,6 +35,10 @@ class Series:
         self._budget = Budget(int(max_mb * MEGABYTE))
         self._histories: dict[tuple[Slot, Kind], History] = {}
         self._timelines: dict[Slot, Timelines] = {}
+        self._waiting: dict[Slot, list[NDArray[np.void]]] = {}
+        """What came since the series were last brought up to date: many records cost little more
+        than few."""
+        self._waiting_room: dict[Slot, int] = {}
         self.num_refused = 0
         """Values of series for which there was no room at all."""
 
@@ -55,18 +61,21 @@ class Series:
         """Take in records of one engine, of dtype `RECORD`, checked, in their order."""
         if slot not in self._timelines:
             self._timelines[slot] = Timelines(self._budget)
-        self._timelines[slot].add(records)
-        for number in np.unique(records["kind"]):
-            kind = Kind(int(number))
-            if kind in SERIES:
-                self._add_values(slot, kind, records[records["kind"] == number])
+            room = MAX_WAITING * RECORD.itemsize
+            self._waiting_room[slot] = MAX_WAITING if self._budget.take(room) else 0
+        waiting = self._waiting.setdefault(slot, [])
+        waiting.append(records)
+        if sum(map(len, waiting)) > self._waiting_room[slot]:
+            self._settle(slot)
 
     def kinds(self, slot: Slot) -> list[Kind]:
         """The kinds of which a slot has a series."""
+        self._settle(slot)
         return sorted(kind for other, kind in self._histories if other == slot)
 
     def history(self, slot: Slot, kind: Kind) -> History | None:
         """The series of one kind; None where nothing came."""
+        self._settle(slot)
         return self._histories.get((slot, kind))
 
     def curves(self, slot: Slot) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
@@ -75,11 +84,25 @@ class Series:
 
     def last_steps(self, slot: Slot) -> list[StepTimeline]:
         """Timelines of the last steps, oldest first."""
+        self._settle(slot)
         return self._timelines[slot].last if slot in self._timelines else []
 
     def worst_steps(self, slot: Slot) -> list[StepTimeline]:
         """Timelines of the steps before those with most communication left in the open."""
+        self._settle(slot)
         return self._timelines[slot].worst if slot in self._timelines else []
+
+    def _settle(self, slot: Slot) -> None:
+        """Take what waits into the series."""
+        waiting = self._waiting.pop(slot, None)
+        if not waiting:
+            return
+        records = np.concatenate(waiting)
+        self._timelines[slot].add(records)
+        for number in np.unique(records["kind"]):
+            kind = Kind(int(number))
+            if kind in SERIES:
+                self._add_values(slot, kind, records[records["kind"] == number])
 
     def _add_values(self, slot: Slot, kind: Kind, records: NDArray[np.void]) -> None:
         points = np.empty(len(records), POINT)
