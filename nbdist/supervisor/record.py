@@ -262,7 +262,7 @@ class Recorder:
         self._is_torn = False
         if self._is_failing:
             self._is_failing = False
-            self.remark(f"lines are missing before this one; {self.num_lost} lost so far")
+            self.remark(f"lines are missing here, for want of room; so far: {self.num_lost}")
 
 
 def _encode(line: Line) -> bytes:

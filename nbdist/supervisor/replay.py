@@ -177,21 +177,21 @@ class _Reader:
         replay.rows = _last_of_each_step(self._rows)
         replay.incidents = list(self._incidents.values())
         if self._num_missing:
-            notes.append(f"{self._num_missing} telemetry records are missing")
+            notes.append(f"telemetry records missing: {self._num_missing}")
         if self._num_late:
-            notes.append(f"{self._num_late} telemetry records came when their generation was over")
+            notes.append(f"telemetry records of a generation that was over: {self._num_late}")
         if replay.series.num_refused or replay.series.num_left_out:
             num = replay.series.num_refused + replay.series.num_left_out
-            notes.append(f"{num} telemetry records had no room in {MAX_MB} MB of memory")
+            notes.append(f"telemetry records without room in {MAX_MB} MB of memory: {num}")
         num_damaged = self._num_damaged - self._is_torn
         if num_damaged:
-            notes.append(f"{num_damaged} damaged lines were passed over")
+            notes.append(f"damaged lines passed over: {num_damaged}")
         if self._is_torn:
             notes.append("the last line is cut short: its writer was killed, or the disk was full")
         if replay.ended is None:
             notes.append("the record has no end: the run goes on, or its supervisor was killed")
         elif replay.ended.num_lost:
-            notes.append(f"{replay.ended.num_lost} lines could not be written")
+            notes.append(f"lines that could not be written: {replay.ended.num_lost}")
         return replay
 
 

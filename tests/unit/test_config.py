@@ -39,6 +39,8 @@ def test_settings_do_not_change():
         ("max_restarts", True, "an integer"),
         ("threads_per_engine", 0.5, "an integer"),
         ("max_restarts", 0, "at least 1"),
+        ("telemetry_max_mb", 0, "at least 1"),
+        ("telemetry_max_mb", 0.5, "an integer"),
         ("threads_per_engine", -1, "0 or more"),
         ("hang_timeout_s", 0.0, "more than 0 seconds"),
         ("start_timeout_s", -1.0, "more than 0 seconds"),
