@@ -55,6 +55,8 @@ class ClusterConfig:
     """A seat whose engines end this often in a row before they are in a group is given up."""
     telemetry_max_mb: int = 64
     """MB of telemetry in the supervisor's memory; older values are summed up, then forgotten."""
+    record: str = ""
+    """Folder in which each run is written down for `nbdist replay`; empty: none is."""
     lease_s: float = 15.0
     """Processes end by themselves when no supervisor has renewed their lease for this long."""
 
@@ -85,6 +87,7 @@ class ClusterConfig:
         for name in ("backend", "policy", "launcher"):
             value = getattr(self, name)
             _check(isinstance(value, str), name, value, "one of its names, a string")
+        _check(isinstance(self.record, str), "record", self.record, "a folder, as a string")
         _check(isinstance(self.keep, bool), "keep", self.keep, "True or False")
         for name in ("hang_timeout_s", "start_timeout_s", "replay_limit_s", "lease_s"):
             value = getattr(self, name)

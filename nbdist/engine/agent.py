@@ -71,6 +71,7 @@ class Agent:
         self._outbox: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self._wakeup, self._woken = os.pipe()
         self._sent: dict[int, float] = {}
+        self._sender = Sender(slot)
         self._lease_until = time.monotonic() + self._lease_s
         self._end_at: float | None = None
         self.hello: ev.EngineHello | None = None
@@ -119,7 +120,6 @@ class Agent:
         poller = zmq.Poller()
         for source in (socket, monitor, self._wakeup):
             poller.register(source, zmq.POLLIN)
-        sender = Sender(self._slot)
         next_beat, number, told = 0.0, 0, (False, self.cell)
         while True:
             ready = dict(poller.poll(int(LOOK_PERIOD_S * 1000)))
@@ -144,8 +144,12 @@ class Agent:
                 number += 1
                 self._beat(socket, number, where if is_waiting else None, now)
                 next_beat, told = now + BEAT_PERIOD_S, news
-            generation = Generation(self._groups.generation)
-            sender.serve(socket, now, generation=generation, num_unanswered=len(self._sent))
+            self._sender.serve(
+                socket,
+                now,
+                generation=Generation(self._groups.generation),
+                num_unanswered=len(self._sent),
+            )
             self._end_in_time(now)
 
     def _end_in_time(self, now: float) -> None:

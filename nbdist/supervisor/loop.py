@@ -34,6 +34,7 @@ from nbdist.supervisor.hub import HubLink
 from nbdist.supervisor.journal import Journal
 from nbdist.supervisor.launch import Zygote
 from nbdist.supervisor.ledger import Ledger, StepLedger
+from nbdist.supervisor.scribe import Scribe
 from nbdist.supervisor.seats import SeatState
 from nbdist.supervisor.series import Series
 from nbdist.supervisor.state import Machine
@@ -72,6 +73,7 @@ class Loop:
         )
         self._watchdog = Watchdog(self._config.hang_timeout_s)
         self._collector = Collector(Series(self._config.telemetry_max_mb))
+        self._scribe = Scribe(self._config.record, rundir.cluster_id, self._collector)
         self._zygote = Zygote(rundir)
         self._hub: HubLink | None = None
         self._agents: dict[Slot, bytes] = {}
@@ -127,6 +129,8 @@ class Loop:
             self._child_exited(exited, now)
         self._pass_time(now)
         self._carry_out()
+        if self._shown is not None:
+            self._scribe.look(self._machine.runs, self._shown, now)
         self._desk.settle()
 
     # ---- what comes in
@@ -377,6 +381,7 @@ class Loop:
 
     def _end(self) -> None:
         """End everything that this cluster started; bounded whatever the engines do."""
+        self._scribe.close()
         for slot in self._agents:
             self._order(slot, od.EndEngine())
         deadline = time.monotonic() + FAREWELL_S

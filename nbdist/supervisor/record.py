@@ -152,6 +152,7 @@ class Recorder:
     ) -> None:
         self._path, self._max_bytes = path.absolute(), max_bytes
         self._is_full = self._is_without_telemetry = self._is_failing = False
+        self._resumes = resumes
         self._is_torn = resumes
         """Whether the file may end in the middle of a line."""
         self._limit = f"the record has reached its limit of {max_bytes / 1e6:g} MB"
@@ -197,7 +198,10 @@ class Recorder:
         self._write(Evaluated(evaluation=evaluation))
 
     def world(self, view: WorldView, at: float) -> None:
-        """The world as it is now: what has changed is written down."""
+        """The world as it is now: what has changed is written down.
+
+        Incidents that were over before the record began are no part of it.
+        """
         world = World(
             at=at,
             phase=view.phase,
@@ -206,6 +210,7 @@ class Recorder:
             healthy=view.healthy,
             reason=view.reason,
         )
+        is_first = self._shown is None and not self._resumes
         if self._shown is None or msgspec.structs.replace(self._shown, at=at) != world:
             self._shown = world
             self._write(world)
@@ -213,7 +218,8 @@ class Recorder:
         for incident in view.incidents:
             key = incident_key(incident)
             self._incidents[key] = msgspec.structs.replace(incident)
-            if known.get(key) != incident:
+            is_old = is_first and incident.generation_after is not None
+            if known.get(key) != incident and not is_old:
                 self._write(Happened(incident=incident))
 
     def remark(self, text: str) -> None:

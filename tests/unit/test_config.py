@@ -41,6 +41,7 @@ def test_settings_do_not_change():
         ("max_restarts", 0, "at least 1"),
         ("telemetry_max_mb", 0, "at least 1"),
         ("telemetry_max_mb", 0.5, "an integer"),
+        ("record", 5, "a folder"),
         ("threads_per_engine", -1, "0 or more"),
         ("hang_timeout_s", 0.0, "more than 0 seconds"),
         ("start_timeout_s", -1.0, "more than 0 seconds"),
