@@ -6,7 +6,6 @@ code 1 if the file is no record of a run.
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +39,7 @@ def run(options: Namespace) -> int:
     for note in replay.notes:
         print(f"note: {note}")
     if options.report is not None:
-        import_module("nbdist.views.report").write_report(options.report, replay.story())
-        print(f"report: {options.report}")
+        from nbdist.views.report import write_report  # loads a plotting library
+
+        print(f"report: {write_report(options.report, replay.story())}")
     return 0

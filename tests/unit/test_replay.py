@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import msgspec
 import numpy as np
 import pytest
@@ -16,6 +13,7 @@ from nbdist.protocol.ids import Generation
 from nbdist.protocol.story import ROWS
 from nbdist.supervisor.record import Happened, Header, Recorder, World
 from nbdist.supervisor.replay import Replay
+from nbdist.views import report
 
 
 def replay_of(*ats, tokens=None, worlds=()):
@@ -103,16 +101,19 @@ def test_the_command_prints_run_incidents_and_notes(record, capsys):
     assert "note:" not in out
 
 
-def test_a_report_is_written_where_one_is_wanted(record, tmp_path, monkeypatch):
+def test_a_report_is_written_where_one_is_wanted(record, tmp_path, monkeypatch, capsys):
     """By whoever draws reports, from the run's story."""
     written = []
-    report = ModuleType("nbdist.views.report")
-    report.write_report = lambda path, story: written.append((path, story.title))
-    monkeypatch.setitem(sys.modules, "nbdist.views", ModuleType("nbdist.views"))
-    monkeypatch.setitem(sys.modules, "nbdist.views.report", report)
+
+    def write(path, story):
+        written.append(story.title)
+        return path
+
+    monkeypatch.setattr(report, "write_report", write)
     out = tmp_path / "run.html"
     assert cli.main(["replay", str(record), "--report", str(out)]) == 0
-    assert written == [(out, "a small run")]
+    assert written == ["a small run"]
+    assert f"report: {out}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", [None, b"hello"])
