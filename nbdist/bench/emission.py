@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 _EMPTY_PERIOD_S = 0.1
 """As an engine's agent does."""
-_NUM_EVENTS = 20_000
-_NUM_REPEATS = 5
-"""The fastest of so many counts: whatever else runs here makes an event slower, never faster."""
+_NUM_EVENTS = 2_000
+_NUM_REPEATS = 50
+"""The fastest of so many, each shorter than a turn that another process may get: whatever else runs
+here makes an event slower, never faster."""
 
 
 def measure(samples: Samples) -> None:
