@@ -53,12 +53,22 @@ class ClusterConfig:
     """Intra-op threads of each engine; 0: cores divided by engines, at least 1."""
     max_restarts: int = 3
     """A seat whose engines end this often in a row before they are in a group is given up."""
+    telemetry_max_mb: int = 64
+    """MB of telemetry in the supervisor's memory; older values are summed up, then forgotten."""
+    record: str = ""
+    """Folder in which each run is written down for `nbdist replay`; empty: none is."""
     lease_s: float = 15.0
     """Processes end by themselves when no supervisor has renewed their lease for this long."""
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field, the value and what is allowed."""
-        for name in ("num_engines", "min_world", "max_restarts", "threads_per_engine"):
+        for name in (
+            "num_engines",
+            "min_world",
+            "max_restarts",
+            "telemetry_max_mb",
+            "threads_per_engine",
+        ):
             value = getattr(self, name)
             is_integer = isinstance(value, int) and not isinstance(value, bool)
             _check(is_integer, name, value, "an integer")
@@ -70,12 +80,14 @@ class ClusterConfig:
         few = f"at most num_engines={self.num_engines}"
         _check(self.min_world <= self.num_engines, "min_world", self.min_world, few)
         _check(self.max_restarts >= 1, "max_restarts", self.max_restarts, "at least 1")
+        _check(self.telemetry_max_mb >= 1, "telemetry_max_mb", self.telemetry_max_mb, "at least 1")
         _check(
             self.threads_per_engine >= 0, "threads_per_engine", self.threads_per_engine, "0 or more"
         )
         for name in ("backend", "policy", "launcher"):
             value = getattr(self, name)
             _check(isinstance(value, str), name, value, "one of its names, a string")
+        _check(isinstance(self.record, str), "record", self.record, "a folder, as a string")
         _check(isinstance(self.keep, bool), "keep", self.keep, "True or False")
         for name in ("hang_timeout_s", "start_timeout_s", "replay_limit_s", "lease_s"):
             value = getattr(self, name)

@@ -19,6 +19,7 @@ __all__ = [
     "NbdistError",
     "NotStarted",
     "RankError",
+    "RecordUnreadable",
     "RecoveryFailed",
     "RunEnded",
     "StartFailed",
@@ -71,6 +72,10 @@ class GroupGone(NbdistError, RuntimeError):
 
     The message says how to make it again.
     """
+
+
+class RecordUnreadable(NbdistError, ValueError):
+    """A file that is no record of a run, or one of a newer nbdist; the message says which."""
 
 
 class RankError(NbdistError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NOISE_LIMIT = 0.05
 """A ratio is not judged where the medians of A and A' differ by more than this share."""
 
-Unit = Literal["s", "ms", "MB", "×"]
+Unit = Literal["s", "ms", "µs", "MB", "×"]
 
 
 class Verdict(StrEnum):
@@ -223,6 +223,7 @@ FIGURES = (
     Figure(
         benchmark="shutdown", label="shutdown, 4 engines", value="shutdown", unit="s", bound=10.0
     ),
+    Figure(benchmark="telemetry", label="a telemetry event", value="event", unit="µs", bound=1e-6),
     Figure(benchmark="memory", label="memory of an engine, its own (USS)", value="uss", unit="MB"),
     Figure(benchmark="memory", label="memory of an engine, its part (PSS)", value="pss", unit="MB"),
 )

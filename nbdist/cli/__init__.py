@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_COMMANDS = ("demo", "lab", "ps", "clean", "doctor", "bench")
+_COMMANDS = ("demo", "lab", "ps", "clean", "doctor", "replay", "bench")
 """Modules of this package. Each has `add_arguments(parser)` and `run(options) -> exit code`; its
 docstring is its help."""
 

@@ -23,6 +23,7 @@ BENCHMARKS = (
     "supervisor",
     "scale",
     "shutdown",
+    "telemetry",
     "memory",
 )
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from nbdist.cli.incidents import incident_table
 from nbdist.cli.table import columns, milliseconds
 from nbdist.errors import EngineDied, NbdistError
 from nbdist.gpus import VISIBLE_DEVICES, count_gpus
@@ -19,7 +20,7 @@ from nbdist.processes import processes_by_rundir
 from nbdist.rundir import RunDir, runtime_root
 
 if TYPE_CHECKING:  # loads ipyparallel, which only a demo that runs needs
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from nbdist.session.cluster import Cluster
 
@@ -212,7 +213,7 @@ class Demo:
         cluster.wait_healthy(timeout=_HEALTHY_TIMEOUT_S, after=self.generation)
         self.report.say(f"healthy {time.monotonic() - self.killed_s:.2f} s after the kill")
         self.report.say(_seats(cluster))
-        self.report.say(_incidents(cluster))
+        self.report.say(incident_table(cluster.incidents))
         self.report.check(
             "the generation went up",
             f"{self.generation} → {cluster.generation}",
@@ -292,33 +293,6 @@ def _seats(cluster: Cluster) -> str:
     return columns(
         header, [(s.rank, s.slot, s.pid, s.device, s.state, s.generation) for s in seats]
     )
-
-
-def _incidents(cluster: Cluster) -> str:
-    header = (
-        "incident",
-        "ranks",
-        "cause",
-        "generation",
-        "detect ms",
-        "regroup ms",
-        "restore ms",
-        "stall ms",
-    )
-    rows: list[Sequence[object]] = []
-    for incident in cluster.incidents:
-        after = "…" if incident.generation_after is None else incident.generation_after
-        seconds = (incident.detect_s, incident.regroup_s, incident.restore_s, incident.stall_s)
-        rows.append(
-            (
-                incident.kind,
-                ", ".join(map(str, incident.ranks)),
-                incident.cause,
-                f"{incident.generation_before} → {after}",
-                *map(milliseconds, seconds),
-            )
-        )
-    return columns(header, rows)
 
 
 def _shown(value: object) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from nbdist.engine.sender import Sender
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.protocol import wire
@@ -70,6 +71,7 @@ class Agent:
         self._outbox: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self._wakeup, self._woken = os.pipe()
         self._sent: dict[int, float] = {}
+        self._sender = Sender(slot)
         self._lease_until = time.monotonic() + self._lease_s
         self._end_at: float | None = None
         self.hello: ev.EngineHello | None = None
@@ -142,6 +144,12 @@ class Agent:
                 number += 1
                 self._beat(socket, number, where if is_waiting else None, now)
                 next_beat, told = now + BEAT_PERIOD_S, news
+            self._sender.serve(
+                socket,
+                now,
+                generation=Generation(self._groups.generation),
+                num_unanswered=len(self._sent),
+            )
             self._end_in_time(now)
 
     def _end_in_time(self, now: float) -> None:

@@ -194,6 +194,23 @@ class CellFailedOnRank(Event, frozen=True, kw_only=True):
     cell: CellId
 
 
+class Telemetry(Event, frozen=True, kw_only=True):
+    """What an engine wrote into its ring since the last batch: up to 64 kB, ten times a second."""
+
+    slot: Slot
+    pid: int
+    generation: Generation
+    """The generation whose group the engine is in; each record has its own."""
+    first: int
+    """Number of the first record."""
+    num_dropped: int
+    """Records that this engine has lost so far, because its ring or its socket was full."""
+    layout: int
+    """Version of the records' layout."""
+    records: bytes
+    """Of dtype `protocol.telemetry.RECORD`."""
+
+
 AgentEvent = (
     EngineHello
     | JournalReplayed
@@ -206,6 +223,7 @@ AgentEvent = (
     | NamesReceived
     | CollectiveFailed
     | CellFailedOnRank
+    | Telemetry
 )
 """What an engine's agent may send."""
 

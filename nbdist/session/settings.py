@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import tomllib
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def cluster_config(profile: str | None, **given: Any) -> ClusterConfig:
         if value is not None:
             is_list = name in ("devices", "hosts") and not isinstance(value, str)
             settings[name] = tuple(map(_plain, value)) if is_list else _plain(value)
+    if isinstance(folder := settings.get("record"), str | PathLike) and folder:
+        settings["record"] = str(Path(folder).absolute())  # the supervisor may stand elsewhere
     settings.setdefault("num_engines", len(settings.get("devices", ())) or default_num_engines())
     return ClusterConfig.from_mapping(settings)
 

@@ -29,7 +29,8 @@ def start(
         profile: a TOML file with settings in a table `[nbdist]`; arguments stand over it.
         **settings: fields of `nbdist.config.ClusterConfig`, such as `devices=[0, 1]`,
             `backend="gloo"`, `policy="shrink"`, `min_world=2`, `hang_timeout_s=10.0`,
-            `start_timeout_s=60.0`, `keep=True`, `threads_per_engine=1`. None: the default.
+            `start_timeout_s=60.0`, `keep=True`, `threads_per_engine=1`,
+            `record="runs"`. None: the default.
 
     Raises:
         WrongState: a cluster runs already in this kernel.

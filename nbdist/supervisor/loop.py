@@ -26,6 +26,7 @@ from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.rundir import Owner, RunDir
 from nbdist.supervisor import instructions as do
+from nbdist.supervisor.collector import Collector
 from nbdist.supervisor.desk import Desk
 from nbdist.supervisor.devices import engine_environment, offered_slots
 from nbdist.supervisor.door import Door
@@ -33,7 +34,9 @@ from nbdist.supervisor.hub import HubLink
 from nbdist.supervisor.journal import Journal
 from nbdist.supervisor.launch import Zygote
 from nbdist.supervisor.ledger import Ledger, StepLedger
+from nbdist.supervisor.scribe import Scribe
 from nbdist.supervisor.seats import SeatState
+from nbdist.supervisor.series import Series
 from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import last_words, view_of
 from nbdist.supervisor.watchdog import Hung, Watchdog, observe
@@ -69,6 +72,8 @@ class Loop:
             self._machine, self._journal, send=self._door.send, signal_engine=self._signal
         )
         self._watchdog = Watchdog(self._config.hang_timeout_s)
+        self._collector = Collector(Series(self._config.telemetry_max_mb))
+        self._scribe = Scribe(self._config.record, rundir.cluster_id, self._collector)
         self._zygote = Zygote(rundir)
         self._hub: HubLink | None = None
         self._agents: dict[Slot, bytes] = {}
@@ -124,6 +129,8 @@ class Loop:
             self._child_exited(exited, now)
         self._pass_time(now)
         self._carry_out()
+        if self._shown is not None:
+            self._scribe.look(self._machine.runs, self._shown, now)
         self._desk.settle()
 
     # ---- what comes in
@@ -143,6 +150,8 @@ class Loop:
         match event:
             case ev.Beat():
                 self._beat(identity, event, now)
+            case ev.Telemetry() if event.slot in self._machine.seats:
+                self._collector.take(event, self._machine.generation)
             case ev.EngineHello():
                 self._agents[event.slot] = identity
                 self._watchdog.beat(event.pid, now)
@@ -372,6 +381,7 @@ class Loop:
 
     def _end(self) -> None:
         """End everything that this cluster started; bounded whatever the engines do."""
+        self._scribe.close()
         for slot in self._agents:
             self._order(slot, od.EndEngine())
         deadline = time.monotonic() + FAREWELL_S

@@ -156,6 +156,7 @@ def test_bounds():
         "raise": 1.0,
         "supervisor": 5.0,
         "shutdown": 10.0,
+        "event": 1e-6,
     }
 
 

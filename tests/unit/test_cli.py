@@ -620,7 +620,7 @@ def test_the_demo_tells_the_whole_story(play):
     assert "ranks that waited: 0, 1, 3" in text
     assert "pid 103 → 203" in text
     assert next(line for line in lines if line.strip().startswith("lost")).split() == [
-        *("lost", "2", "SIGKILL", "1", "→", "2", "13", "–", "–", "–")
+        *("lost", "2", "SIGKILL", "–", "1", "→", "2", "13", "–", "–", "–")
     ]
     assert lines[-1].startswith("All ")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,3 +114,13 @@ def test_a_profile_that_is_not_there_is_named(tmp_path):
     """Likewise."""
     with pytest.raises(ValueError, match=r"profile=.*none\.toml.*cannot be read"):
         cluster_config(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_folder_of_records_is_where_the_notebook_says(kind, monkeypatch, tmp_path):
+    """A relative path counts from the kernel's folder; none stays none."""
+    monkeypatch.chdir(tmp_path)
+    assert cluster_config(None, record=kind("runs")).record == str(tmp_path / "runs")
+    assert cluster_config(None).record == ""
+    with pytest.raises(ValueError, match="record=5: must be a folder"):
+        cluster_config(None, record=5)

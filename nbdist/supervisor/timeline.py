@@ -1,0 +1,121 @@
+"""What happened when within the last steps of one slot, and within the worst before them. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from nbdist.protocol.telemetry import RECORD, TIMELINE, Kind
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nbdist.supervisor.history import Budget
+
+NUM_LAST = 50
+NUM_WORST = 20
+MAX_RECORDS = 1_000
+"""Of one step; more are counted and left out."""
+
+_KINDS = np.array(sorted(TIMELINE), dtype=np.uint16)
+
+
+class Key(NamedTuple):
+    """Names one attempt at a step."""
+
+    generation: int
+    step: int
+    attempt: int
+
+
+class StepTimeline:
+    """One attempt at a step on one slot."""
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.records: NDArray[np.void] = np.empty(0, RECORD)
+        """Its spans and bucket events, of dtype `RECORD`, in the order of their numbers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take."""
+        return self.records.nbytes
+
+    def tail_ns(self) -> int:
+        """From the moment at which the last bucket was ready to the end of the last reduction.
+
+        So much communication at least was not hidden behind the backward; 0 without buckets.
+        """
+        records = self.records
+        ready = records["t1_ns"][records["kind"] == Kind.BUCKET_READY]
+        done = records["t1_ns"][records["kind"] == Kind.BUCKET_DONE]
+        return max(0, int(done.max() - ready.max())) if len(ready) and len(done) else 0
+
+
+class Timelines:
+    """Those of one slot."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._last: deque[StepTimeline] = deque()
+        self._worst: list[tuple[int, StepTimeline]] = []
+        """By falling tail."""
+        self.num_left_out = 0
+        """Records that had no room."""
+
+    @property
+    def last(self) -> list[StepTimeline]:
+        """The last steps, oldest first."""
+        return list(self._last)
+
+    @property
+    def worst(self) -> list[StepTimeline]:
+        """The steps before those with the longest tails, the longest first."""
+        return [step for _, step in self._worst]
+
+    def add(self, records: NDArray[np.void]) -> None:
+        """Take records in, in the order in which they were written."""
+        records = records[np.isin(records["kind"], _KINDS)]
+        keys, first, owner = np.unique(
+            records[list(Key._fields)], return_index=True, return_inverse=True
+        )
+        for place in np.argsort(first):  # two threads may be in two steps for a moment
+            key = Key(*map(int, keys[place]))
+            self._add(key, records[owner == place])
+
+    def _add(self, key: Key, records: NDArray[np.void]) -> None:
+        step = next((s for s in reversed(self._last) if s.key == key), None)
+        if step is None:
+            step = StepTimeline(key)
+            self._last.append(step)
+            if len(self._last) > NUM_LAST:
+                self._retire()
+        kept = records[: MAX_RECORDS - len(step.records)]
+        if not self._take(kept.nbytes, step):
+            kept = kept[:0]
+        step.records = np.concatenate([step.records, kept])
+        self.num_left_out += len(records) - len(kept)
+
+    def _take(self, num_bytes: int, newest: StepTimeline) -> bool:
+        """Room for the newest step, at the cost of older ones if need be."""
+        while not self._budget.take(num_bytes):
+            if self._last[0] is not newest:
+                self._budget.give_back(self._last.popleft().num_bytes)
+            elif self._worst:
+                self._budget.give_back(self._worst.pop()[1].num_bytes)
+            else:
+                return False
+        return True
+
+    def _retire(self) -> None:
+        """The oldest step goes, unless it is one of the worst."""
+        step = self._last.popleft()
+        if tail_ns := step.tail_ns():
+            place = sum(tail_ns <= other for other, _ in self._worst)
+            self._worst.insert(place, (tail_ns, step))
+        gone = self._worst[NUM_WORST:] if tail_ns else [(0, step)]
+        self._worst = self._worst[:NUM_WORST]
+        for _, step in gone:
+            self._budget.give_back(step.num_bytes)

@@ -1,0 +1,126 @@
+"""`nbdist replay`: a run as its record tells it."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from nbdist import cli
+from nbdist.cli.seconds import lines
+from nbdist.protocol.events import Incident
+from nbdist.protocol.ids import Generation
+from nbdist.protocol.story import ROWS
+from nbdist.supervisor.record import Happened, Header, Recorder, World
+from nbdist.supervisor.replay import Replay
+from nbdist.views import report
+
+
+def replay_of(*ats, tokens=None, worlds=()):
+    """A run that committed a step at each of these times, on four ranks."""
+    rows = np.zeros(len(ats), ROWS)
+    rows["step"], rows["at"] = np.arange(len(ats)), 100 + np.array(ats, dtype=float)
+    rows["loss"], rows["samples"], rows["world_size"], rows["generation"] = 2.5, 64, 4, 1
+    header = Header(schema=1, title="", at=100.0, started="", nbdist="")
+    return Replay(header=header, rows=rows, tokens=tokens or {}, worlds=list(worlds))
+
+
+def world(at, phase, generation, slots, reason=""):
+    return World(
+        at=100.0 + at,
+        phase=phase,
+        generation=Generation(generation),
+        slots=slots,
+        healthy=True,
+        reason=reason,
+    )
+
+
+def words(line):
+    return " ".join(line.split())
+
+
+def test_each_second_has_a_line():
+    """With the steps committed so far, the loss, what each rank did, and the world."""
+    first, second = map(words, lines(replay_of(0.1, 0.6, 1.2)))
+    assert first == "0 s step 2 loss 2.5000 32 samples/s per rank world 4 generation 1"
+    assert second == "1 s step 3 loss 2.5000 16 samples/s per rank world 4 generation 1"
+
+
+def test_tokens_are_shown_where_a_run_counts_them():
+    """Those of all ranks, divided by their number."""
+    (line,) = lines(replay_of(0.5, tokens={0: 8_192.0}))
+    assert "2,048 tokens/s per rank" in line
+
+
+def test_a_second_without_a_step_says_what_the_world_was():
+    """The reason for a stall, not only the stall."""
+    worlds = [world(0.0, "running", 1, (0, 1)), world(1.1, "forming", 2, (0,), "rank 1 is gone")]
+    _, idle, _ = map(words, lines(replay_of(0.5, 2.5, worlds=worlds)))
+    assert idle == "1 s no step; forming (rank 1 is gone), world 1, generation 2"
+
+
+def test_a_long_time_without_a_step_is_one_line():
+    """An hour's pause is not 3,600 lines."""
+    first, idle, last = map(words, lines(replay_of(0.5, 3_600.5)))
+    assert first.startswith("0 s step 1")
+    assert last.startswith("3600 s step 2")
+    assert idle == "1 s to 3599 s: no step"
+
+
+def test_a_run_without_a_step_has_no_lines():
+    """Nothing was committed."""
+    assert list(lines(replay_of())) == []
+
+
+@pytest.fixture
+def record(tmp_path):
+    """The file of a small run with an incident."""
+    path = tmp_path / "run.jsonl"
+    recorder = Recorder(path, title="a small run")
+    row = np.zeros(1, ROWS)
+    row["at"] = 1e9
+    recorder.steps(row)
+    incident = Incident(
+        kind="lost", slots=(2,), ranks=(2,), cause="SIGKILL", generation_before=1, stall_s=0.15
+    )
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(Happened(incident=incident)) + b"\n")
+    recorder.close("finished")
+    return path
+
+
+def test_the_command_prints_run_incidents_and_notes(record, capsys):
+    """In this order, and ends well."""
+    assert cli.main(["replay", str(record)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("a small run, begun 20")
+    assert "ended: finished" in out
+    assert "lost" in out.split("ended: finished")[1]
+    assert "150" in out
+    assert "note:" not in out
+
+
+def test_a_report_is_written_where_one_is_wanted(record, tmp_path, monkeypatch, capsys):
+    """By whoever draws reports, from the run's story."""
+    written = []
+
+    def write(path, story):
+        written.append(story.title)
+        return path
+
+    monkeypatch.setattr(report, "write_report", write)
+    out = tmp_path / "run.html"
+    assert cli.main(["replay", str(record), "--report", str(out)]) == 0
+    assert written == ["a small run"]
+    assert f"report: {out}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [None, b"hello"])
+def test_a_file_that_is_no_record_fails(tmp_path, capsys, text):
+    """Exit code 1, and the file is named."""
+    path = tmp_path / "no.jsonl"
+    if text is not None:
+        path.write_bytes(text)
+    assert cli.main(["replay", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
