@@ -126,8 +126,7 @@ class Agent:
             now = time.monotonic()
             if monitor in ready:
                 monitor.recv_multipart()
-                if self.hello is not None:
-                    socket.send(wire.encode(self.hello))
+                self._greet(socket)
             if self._wakeup in ready:
                 os.read(self._wakeup, 4096)
             port = self.runs.port if self.runs is not None else None
@@ -151,6 +150,13 @@ class Agent:
                 num_unanswered=len(self._sent),
             )
             self._end_in_time(now)
+
+    def _greet(self, socket: zmq.Socket[bytes]) -> None:
+        """Say to the supervisor, perhaps another one, who and where we are."""
+        if self.hello is not None:
+            socket.send(wire.encode(self.hello))
+        if self.runs is not None:
+            self.runs.repeat()
 
     def _end_in_time(self, now: float) -> None:
         if now > self._lease_until:

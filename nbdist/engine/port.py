@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from nbdist.engine.group import Groups
     from nbdist.protocol.ids import Slot
 
+NUM_RECENT = 256
+"""So many of the last rows are reported again to a supervisor that takes over."""
 MAX_BREAKS = 3
 """So often in a row may a step break among the very same engines; then the error is the user's."""
 
@@ -93,7 +95,10 @@ class Port:
         self.begun: int | None = None
         """The step that is being trained, and whether it may take long."""
         self.is_patient = False
+        self._said: ev.Event | None = None
+        """What the supervisor must know of this run here, as it was told last."""
         self._rows: deque[tuple[Any, ...]] = deque()
+        self._recent: deque[tuple[Any, ...]] = deque(maxlen=NUM_RECENT)
         self._flushing = threading.Lock()
         self._breaks: tuple[tuple[int, ...], int] = ((), 0)
         """Engines among which the last attempts broke, and how many did."""
@@ -197,7 +202,7 @@ class Port:
             return
         self.is_over = True
         self._stand()
-        self._ground.tell(
+        self.say(
             rn.RunRaised(
                 slot=self._ground.slot, pid=os.getpid(), run=self.spec.run, fault=_fault_of(error)
             )
@@ -209,9 +214,7 @@ class Port:
             return
         self.is_over = True
         self._stand()
-        self._ground.tell(
-            rn.RunLeft(slot=self._ground.slot, pid=os.getpid(), run=self.spec.run, step=step)
-        )
+        self.say(rn.RunLeft(slot=self._ground.slot, pid=os.getpid(), run=self.spec.run, step=step))
 
     # ---- what others call
 
@@ -219,11 +222,30 @@ class Port:
         """Report the steps that were committed. From any thread."""
         with self._flushing:
             rows = [self._rows.popleft() for _ in range(len(self._rows))]
-            if rows:
-                data = np.array(rows, dtype=ROWS).tobytes()
-                self._ground.tell(
-                    rn.StepsCommitted(slot=self._ground.slot, run=self.spec.run, rows=data)
-                )
+            self._recent.extend(rows)
+            self._report(rows)
+
+    def say(self, event: ev.Event) -> None:
+        """Tell the supervisor how it stands with this run here."""
+        self._said = event
+        self._ground.tell(event)
+
+    def repeat(self) -> None:
+        """Tell it to a supervisor that took over: what is told twice counts once.
+
+        From any thread.
+        """
+        if self._said is not None:
+            self._ground.tell(self._said)
+        with self._flushing:
+            self._report(list(self._recent))
+
+    def _report(self, rows: list[tuple[Any, ...]]) -> None:
+        if rows:
+            data = np.array(rows, dtype=ROWS).tobytes()
+            self._ground.tell(
+                rn.StepsCommitted(slot=self._ground.slot, run=self.spec.run, rows=data)
+            )
 
     def go_on(self, until: int) -> None:
         """Train until so many steps are committed."""

@@ -91,7 +91,7 @@ class Runs:
         loop = self._num_loops[1]
         spec = rn.RunSpec(run=rn.cell_run(self.cell, loop), name="", cell=self.cell)
         self.port = Port(self, spec, trainer)
-        self.tell(
+        self.port.say(
             rn.RunEntered(
                 slot=self.slot,
                 pid=os.getpid(),
@@ -119,6 +119,12 @@ class Runs:
     def wake(self) -> None:
         """An order has come. From the agent's thread."""
         self._woken.set()
+
+    def repeat(self) -> None:
+        """Another supervisor has taken over. From the agent's thread."""
+        port = self.port
+        if port is not None:
+            port.repeat()
 
     def take(self, order: rn.RunOrder) -> None:
         """Carry out an order."""
@@ -180,26 +186,32 @@ class Runs:
     # ---- tasks
 
     def _bind_and_say(self, spec: rn.RunSpec) -> None:
-        trainer, fault = self._user_ns.get(spec.name), None
+        trainer, fault, port = self._user_ns.get(spec.name), None, self.port
+        is_other = port is not None and port.spec.run != spec.run
+        if port is not None and is_other and (port.is_over or port.spec.cell is None):
+            port.end(None)  # its end was lost with a supervisor: only one run is under way
+            self.port = port = None
         if spec.name not in self._user_ns:
             fault = rn.RunFault(kind="NameError", message=f"name {spec.name!r} is not defined")
         elif not isinstance(trainer, Drivable):
             kind = type(trainer).__name__
             text = f"{spec.name} is a {kind}, not a nbdist.train.Trainer"
             fault = rn.RunFault(kind="TypeError", message=text)
-        elif self.port is not None:
+        elif port is not None and is_other:
             fault = rn.RunFault(kind="WrongState", message="another run goes on here")
-        else:
+        elif port is None:
             self._bind(spec, trainer)
-        self.tell(
-            rn.RunBound(
-                slot=self.slot,
-                pid=os.getpid(),
-                run=spec.run,
-                step=trainer.step if isinstance(trainer, Drivable) else 0,
-                fault=fault,
-            )
+        bound = rn.RunBound(
+            slot=self.slot,
+            pid=os.getpid(),
+            run=spec.run,
+            step=trainer.step if isinstance(trainer, Drivable) else 0,
+            fault=fault,
         )
+        if self.port is not None and self.port.spec.run == spec.run:
+            self.port.say(bound)
+        else:
+            self.tell(bound)
 
     def _bind_if_here(self, spec: rn.RunSpec | None) -> Port | None:
         """A newcomer's trainer, made by the replay or given whole."""

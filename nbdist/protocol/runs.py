@@ -63,6 +63,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     """It pauses when so many steps are committed."""
     fault: RunFault | None = None
     """Set where it failed."""
+    cells: tuple[CellId, ...] = ()
+    """Cells that run; until they are over it stands, but for its own."""
 
 
 # ---- kernel -> supervisor

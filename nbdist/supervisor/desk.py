@@ -125,7 +125,9 @@ class Desk:
             run = RunId(secrets.token_hex(6))
             self._begun[run] = waiter
             if refusal := self._machine.begin_run(run, order, now):
-                self.begun(run, od.Refused(kind="WrongState", message=refusal))
+                has_failed = self._machine.phase is Phase.FAILED
+                kind = "RecoveryFailed" if has_failed else "WrongState"
+                self.begun(run, od.Refused(kind=kind, message=refusal))
         elif refusal := self._machine.steer_run(order, now):
             self._answer(waiter, od.Refused(kind="WrongState", message=refusal))
         elif isinstance(order, rn.SetRun):
@@ -146,7 +148,8 @@ class Desk:
             text = "this run is not known here; the last ones are, and those of this cluster only"
             return od.Refused(kind="WrongState", message=text)
         progress = run.progress
-        first = max(0, order.num_known - NUM_AGAIN, progress.num_dropped)
+        num_all = progress.num_dropped + len(progress.rows)
+        first = max(0, min(order.num_known, num_all) - NUM_AGAIN, progress.num_dropped)
         return rn.RunReport(
             view=run.view(is_whole=machine.phase is Phase.RUNNING),
             first=first,
@@ -156,14 +159,20 @@ class Desk:
             num_dropped=progress.num_dropped,
         )
 
-    def _steered(self, order: rn.SteerRun) -> od.Done | None:
-        """Whether it has come to what was ordered."""
+    def _steered(self, order: rn.SteerRun) -> od.Done | od.Refused | None:
+        """Whether it has come to what was ordered, or was ordered to do something else since."""
         run = self._machine.runs.find(order.run)
         if run is None or run.is_over:
             return od.Done()
         if order.action in ("pause", "step"):
-            return od.Done() if run.state == "paused" and run.until is None else None
-        return od.Done() if order.action == "resume" and run.is_going else None
+            if not run.is_paused and run.until is None:
+                return od.Refused(kind="WrongState", message="the run was resumed meanwhile")
+            return od.Done() if run.is_paused and run.state == "paused" else None
+        if order.action == "resume":
+            if run.is_paused:
+                return od.Refused(kind="WrongState", message="the run was paused meanwhile")
+            return od.Done() if run.is_going else None
+        return None
 
     def admitted(self, cell: CellId, answer: od.CellAdmitted | od.Refused) -> None:
         """A `BeginCell` is answered."""

@@ -47,8 +47,10 @@ class Gate:
     ended: dict[CellId, float] = field(default_factory=dict)
     """The last cells that are over for the kernel, and since when: a rank may still be in one."""
 
-    def admit(self, membership: Membership) -> list[Instruction]:
-        """Let everything run that waits."""
+    def admit(
+        self, membership: Membership, between: tuple[int, int] | None = None
+    ) -> list[Instruction]:
+        """Let everything run that waits; `between`: the steps of a run that stands meanwhile."""
         out: list[Instruction] = []
         for cell in self.waiting:
             size = membership.world_size
@@ -60,7 +62,7 @@ class Gate:
                 continue
             self.open.add(cell.cell)
             self.ranks[cell.cell] = cell.ranks
-            out.append(AdmitCell(cell.cell, membership, ranks))
+            out.append(AdmitCell(cell.cell, membership, ranks, between))
         self.waiting = []
         return out
 

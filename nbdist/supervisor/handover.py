@@ -71,12 +71,15 @@ class Handover:
         self._membership = membership
         self._newcomers = newcomers
         self._survivors = tuple(s for s in membership.slots if s not in newcomers)
-        self._run, self._steps = run, steps
-        held = {s: steps[s] or 0 for s in self._survivors} if run is not None else {}
+        held = {s: step for s in self._survivors if (step := steps.get(s)) is not None}
+        self.run = run if held else None
+        """The run whose trainer is handed over; None where nobody holds one."""
+        self._steps = steps
         self.step = max(held.values(), default=0)
         """The newest step that a member has committed."""
-        self._donor = next(s for s in self._survivors if held.get(s, 0) == self.step)
-        self._laggards = tuple(s for s, step in held.items() if step < self.step)
+        is_run = self.run is not None
+        self._donor = next(s for s in self._survivors if not is_run or held.get(s) == self.step)
+        self._laggards = tuple(s for s in self._survivors if is_run and held.get(s) != self.step)
         self._digest = ""
         """Of the donor's trainer."""
         self.unfit: dict[Slot, str] = {}
@@ -112,6 +115,11 @@ class Handover:
         order = od.FingerprintNames(generation=self._membership.generation)
         return [Tell(slot, order) for slot in self._membership.slots]
 
+    def drop_run(self) -> None:
+        """The run is over: engines let go of its trainer, so that nobody is given it any more."""
+        self.run, self._laggards = None, ()
+        self.unfit.clear()
+
     def take(self, event: HandoverEvent) -> list[Instruction]:
         """What follows from an event."""
         match event:
@@ -135,11 +143,11 @@ class Handover:
 
     def _ask_donor(self, generation: Generation) -> list[Instruction]:
         assert self._plan is not None
-        for slot in self._newcomers if self._run is not None else ():
-            is_there = self._steps.get(slot) is not None
-            whole = () if is_there or self._run is None or not self._run.name else (self._run.name,)
-            self._plan.names[slot] = (*whole, *self._plan.names[slot], TRAINER)
-        self._plan.names.update(dict.fromkeys(self._laggards, (TRAINER,)))
+        name = self.run.name if self.run is not None else ""
+        for slot in (*self._newcomers, *self._laggards) if self.run is not None else ():
+            is_there = self._steps.get(slot) is not None or not name
+            names = [n for n in self._plan.names.get(slot, ()) if n != name]
+            self._plan.names[slot] = (*names, *(() if is_there else (name,)), TRAINER)
         self._receivers = sorted(slot for slot, names in self._plan.names.items() if names)
         if not self._receivers:
             return []
@@ -148,7 +156,7 @@ class Handover:
         return [Tell(self._donor, order)]
 
     def _received(self, event: ev.NamesReceived) -> None:
-        if self._digest and event.trainer_digest != self._digest:
+        if self.run is not None and event.trainer_digest != self._digest:
             why = event.failed.get(TRAINER, "its digest is another")
             self.unfit[event.slot] = f"its trainer is not the donor's after the hand-over: {why}"
         others = {name: why for name, why in event.failed.items() if name != TRAINER}
@@ -159,6 +167,10 @@ class Handover:
         if self._plan is None:
             return out
         self._digest = event.trainer_digest
+        if self.run is not None and not self._digest:
+            why = event.failed.get(TRAINER, "no digest came with it")
+            self.unfit[event.slot] = f"could not give its trainer to others: {why}"
+            return out
         for slot in self._receivers:
             names = self._plan.names[slot]
             failed = {n: why for n, why in event.failed.items() if n in names}

@@ -63,6 +63,8 @@ class AdmitCell:
     cell: CellId
     membership: Membership
     ranks: tuple[int, ...]
+    between: tuple[int, int] | None = None
+    """Steps of a run that is held meanwhile: the last one before, the first one after."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class StepLedger:
         """Write rows down."""
         try:
             with self._rundir.file(f"steps-{run}").open("ab") as file:
+                whole = file.tell() - file.tell() % ROWS.itemsize
+                file.truncate(whole)  # the writer before may have been killed in a row
                 file.write(rows)
         except OSError as error:
             log.warning("committed steps cannot be written: %s", error)

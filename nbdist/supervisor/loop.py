@@ -179,12 +179,13 @@ class Loop:
             case ev.CollectiveFailed():
                 self._machine.collective_failed(event, now)
             case ev.CellFailedOnRank():
-                self._machine.gate.failed_on(event.cell, event.slot, now)
+                self._machine.cell_failed(event, now)
 
     def _run_says(self, event: rn.RunEvent, now: float) -> None:
         if isinstance(event, rn.StepsCommitted):
-            self._steps.append(event.run, event.rows)
-        self._machine.run_says(event, now)
+            self._steps.append(event.run, self._machine.committed(event))
+        else:
+            self._machine.run_says(event, now)
 
     def _beat(self, identity: bytes, event: ev.Beat, now: float) -> None:
         seat = self._machine.seats.get(event.slot)
@@ -317,10 +318,11 @@ class Loop:
                     lines = self._last_lines(notice.slot)
                     notice = msgspec.structs.replace(notice, last_lines=lines)
                 self._desk.tell_kernels(notice)
-            case do.AnswerRun(run, answer):
-                self._desk.begun(run, answer)
-            case do.AdmitCell(cell, membership, ranks):
-                self._desk.admitted(cell, od.CellAdmitted(membership=membership, ranks=ranks))
+            case do.AnswerRun(run, begun):
+                self._desk.begun(run, begun)
+            case do.AdmitCell(cell, membership, ranks, between):
+                answer = od.CellAdmitted(membership=membership, ranks=ranks, between=between)
+                self._desk.admitted(cell, answer)
             case do.RefuseCell(cell, kind, message):
                 self._desk.admitted(cell, od.Refused(kind=kind, message=message))
             case do.Tell() | do.Form() | do.Replay():

@@ -1,7 +1,9 @@
 """The committed steps of one run: rows as they come from the members, and what they say. Pure.
 
 Every member reports every step that it has applied; the first report of a step counts. A step that
-was applied only by members that are gone runs again: then its later row stands.
+was applied only by members that are gone runs again: then its later row stands. A step that nobody
+has reported though later ones were (the report went to a supervisor that is gone) stands as an
+unknown row until it is: its number is right, its loss is NaN.
 """
 
 from __future__ import annotations
@@ -23,17 +25,29 @@ MAX_ROWS = 1_000_000
 """64 MB; older rows are dropped and counted."""
 NUM_USUAL = 50
 """The usual duration of a step is the median of so many."""
+_NAN = float("nan")
+
+
+def is_known(rows: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which of these rows somebody has reported."""
+    known: NDArray[np.bool_] = rows["generation"] > 0
+    return known
 
 
 class Progress:
-    """Committed steps from `first` on."""
+    """Committed steps from `first` on.
 
-    def __init__(self, first: int) -> None:
-        self.first = first
+    Args:
+        first: the first of them; None: that of the first row that comes.
+    """
+
+    def __init__(self, first: int | None) -> None:
+        self.first = first or 0
         """Step of the oldest row that is kept."""
         self.num_dropped = 0
         self.num_replaced = 0
         """Rows that a later one replaced: their step was lost with all who had applied it."""
+        self._is_first_known = first is not None
         self._rows: NDArray[np.void] = np.zeros(1024, ROWS)
         self._size = 0
         self._acknowledged: dict[Slot, int] = {}
@@ -52,6 +66,10 @@ class Progress:
         """Steps that every member has acknowledged."""
         return min((self._acknowledged.get(slot, self.first) for slot in members), default=0)
 
+    def acknowledge(self, slot: Slot, step: int) -> None:
+        """A member has so many steps, its own or copied."""
+        self._acknowledged[slot] = step
+
     def add(self, slot: Slot, data: bytes) -> NDArray[np.void]:
         """Take a member's report; returns the rows that are new.
 
@@ -60,24 +78,38 @@ class Progress:
         rows = np.frombuffer(data, ROWS)
         fresh = [row for row in rows if self._take(row)]
         if len(rows):
-            self._acknowledged[slot] = int(rows["step"][-1]) + 1
+            reached = int(rows["step"][-1]) + 1
+            self._acknowledged[slot] = max(reached, self._acknowledged.get(slot, reached))
         return np.array(fresh, ROWS)
 
     def usual_s(self) -> float:
         """Median duration of the last steps; 0 before there are any."""
-        seconds = self.rows["seconds"][-NUM_USUAL:]
+        last = self.rows[-NUM_USUAL:]
+        seconds = last["seconds"][is_known(last)]
         return float(np.median(seconds)) if len(seconds) else 0.0
 
     def _take(self, row: np.void) -> bool:
-        step, place = int(row["step"]), int(row["step"]) - self.first
-        if place < 0 or step > self.step:
-            return False  # dropped long ago, or a gap: whoever holds the steps between reports them
-        if place < self._size:
-            if self._rows[place]["generation"] >= row["generation"]:
-                return False
+        step = int(row["step"])
+        if not self._is_first_known:
+            self.first, self._is_first_known = step, True
+        place = step - self.first
+        if place < 0 or place - self._size > MAX_ROWS:
+            return False  # dropped long ago, or no step of this run
+        while self.step < step:
+            unknown = np.array([(self.step, _NAN, 0, _NAN, 0, 0, _NAN, _NAN)], ROWS)
+            self._append(unknown[0])
+        place = step - self.first
+        if place == self._size:
+            self._append(row)
+            return True
+        kept = int(self._rows[place]["generation"])
+        if kept >= row["generation"]:
+            return False
+        if kept:
             self.num_replaced += self._size - place
-            self._size = place
-        self._append(row)
+            self._size = place + 1
+            self._acknowledged = {s: min(n, step) for s, n in self._acknowledged.items()}
+        self._rows[place] = row
         return True
 
     def _append(self, row: np.void) -> None:

@@ -7,82 +7,27 @@ done, as instructions; `state` says when something else must have its turn first
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.protocol.ids import Slot
-from nbdist.protocol.story import ROWS
 from nbdist.supervisor import instructions as do
+from nbdist.supervisor.entering import Entering
 from nbdist.supervisor.progress import Progress
+from nbdist.supervisor.run import Place, Run, loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from nbdist.protocol.ids import CellId, RunId
-    from nbdist.protocol.story import Evaluation
     from nbdist.protocol.topology import Membership
 
 NUM_PAST = 8
 """So many runs that are over are remembered."""
-ENDED: tuple[rn.RunState, ...] = ("finished", "stopped", "failed")
-
-
-@dataclass
-class Run:
-    """One run."""
-
-    spec: rn.RunSpec
-    steps: int
-    """So many more steps were asked for."""
-    state: rn.RunState = "binding"
-    step: int = 0
-    """Committed steps at the last boundary at which the run stood."""
-    target: int = 0
-    until: int | None = None
-    """Pause when so many steps are committed."""
-    is_going: bool = False
-    """Members were told to go on, and have not all come to a stand."""
-    is_hold_ordered: bool = False
-    is_paused: bool = False
-    is_stopping: bool = False
-    bound: dict[Slot, rn.RunBound] = field(default_factory=dict)
-    held: dict[Slot, int] = field(default_factory=dict)
-    entered: set[Slot] = field(default_factory=set)
-    """An own loop: newcomers that have come to it."""
-    left: dict[Slot, float] = field(default_factory=dict)
-    """An own loop: who left it early, and when."""
-    settings: list[rn.SetRun] = field(default_factory=list)
-    fault: rn.RunFault | None = None
-    progress: Progress = field(default_factory=lambda: Progress(0))
-    evaluations: list[Evaluation] = field(default_factory=list)
-    broken: set[tuple[int, int]] = field(default_factory=set)
-    """(generation, step) of attempts that came to nothing."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, one way or another."""
-        return self.state in ENDED
-
-    @property
-    def wants_stand(self) -> bool:
-        """Whether the user wants something that takes place at a boundary."""
-        return self.is_paused or self.is_stopping or bool(self.settings)
-
-    def view(self, *, is_whole: bool) -> rn.RunView:
-        """As the kernel is told it; `is_whole`: the group is formed."""
-        is_broken = not is_whole and not self.is_over and self.state != "binding"
-        return rn.RunView(
-            spec=self.spec,
-            state="recovering" if is_broken else self.state,
-            target=self.target,
-            stands=not self.is_going,
-            until=self.until,
-            fault=self.fault,
-        )
 
 
 class Runs:
@@ -96,7 +41,7 @@ class Runs:
         self._out = out
         self.present: Run | None = None
         self.past: deque[Run] = deque(maxlen=NUM_PAST)
-        self._entering: dict[Slot, rn.RunEntered] = {}
+        self.entering = Entering(out)
         """Members whose cell has come to its own loop; they wait for the others."""
 
     # ---- what is asked of it
@@ -111,14 +56,28 @@ class Runs:
         """The cell whose own loop trains; None where none does."""
         return self.present.spec.cell if self.present is not None else None
 
+    @property
+    def between(self) -> tuple[int, int] | None:
+        """Numbers of the last step before a cell that runs now, and of the first one after it.
+
+        With n committed steps these are n - 1 and n. None where no run is under way, or nothing is
+        committed yet.
+        """
+        run = self.present
+        if run is None or run.state == "binding" or run.step == 0:
+            return None
+        return run.step - 1, run.step
+
     def find(self, run: RunId) -> Run | None:
         """A run by its name."""
         return next((r for r in self._every() if r.spec.run == run), None)
 
-    def views(self, *, is_whole: bool) -> tuple[rn.RunView, ...]:
-        """All that are remembered, oldest first."""
+    def views(self, *, is_whole: bool, cells: tuple[CellId, ...] = ()) -> tuple[rn.RunView, ...]:
+        """All that are remembered, oldest first; `cells`: for which the present one stands."""
         every = [run for run in self._every() if run.state != "binding"]
-        views = [run.view(is_whole=is_whole) for run in every]
+        views = [
+            run.view(is_whole=is_whole, cells=cells if run is self.present else ()) for run in every
+        ]
         return tuple(views[-NUM_PAST:])
 
     # ---- the user's orders
@@ -127,7 +86,7 @@ class Runs:
         """A run is wanted; why it cannot be, in words, or nothing."""
         if order.steps < 1:
             return f"steps={order.steps}: at least 1"
-        if self.present is not None:
+        if self.present is not None or self.entering:
             return "a run trains on these engines now; wait for it, or stop it first"
         self.present = Run(rn.RunSpec(run=run, name=order.name), order.steps)
         return ""
@@ -139,7 +98,7 @@ class Runs:
             return self._why_over(order.run)
         match order.action:
             case "pause":
-                run.is_paused = True
+                run.is_paused, run.until = True, None
             case "resume":
                 run.is_paused, run.until = False, None
             case "stop":
@@ -147,7 +106,7 @@ class Runs:
             case "step":
                 if order.steps < 1:
                     return f"steps={order.steps}: at least 1"
-                if run.is_going:
+                if run.is_going or not run.is_paused:
                     return "the run goes on; pause it before you step through it"
                 run.is_paused, run.until = False, min(run.step + order.steps, run.target)
         return ""
@@ -174,27 +133,44 @@ class Runs:
         """A member has looked for its trainer."""
         if self.present is not None and self.present.spec.run == event.run:
             self.present.bound[event.slot] = event
+        else:  # it was refused or is over, or a supervisor that is gone had begun it
+            self._tell(event.slot, rn.EndRun(run=event.run))
 
-    def held(self, event: rn.RunHeld, membership: Membership) -> str:
+    def held(self, event: rn.RunHeld, membership: Membership, now: float) -> str:
         """A member stands; what is wrong with it, in words, or nothing."""
         run = self.present
         if run is None or run.spec.run != event.run or not run.is_going:
             return ""
-        run.held[event.slot] = event.step
-        if set(run.held) < set(membership.slots):
+        run.held[event.slot] = Place(event.step, now)
+        return self._come_to_stand(run, membership)
+
+    def left(self, event: rn.RunLeft, membership: Membership, now: float) -> str:
+        """An own loop was left early on one engine; what is wrong with it, or nothing."""
+        run = self.present
+        if run is None or run.spec.run != event.run:
             return ""
-        steps = {run.held[slot] for slot in membership.slots}
+        run.left[event.slot] = Place(event.step, now)
+        if len(run.leavers(membership)) < membership.world_size:
+            return self._come_to_stand(run, membership)
+        run.step = max(place.step for place in run.left.values())
+        self.end("stopped" if run.step < run.target else "finished", membership)
+        return ""
+
+    def _come_to_stand(self, run: Run, membership: Membership) -> str:
+        places = run.held | run.left
+        if not run.is_going or not set(membership.slots) <= set(places):
+            return ""
+        steps = {places[slot].step for slot in membership.slots}
         if len(steps) > 1:
             return f"members stand at different steps: {sorted(steps)}"
         self.stand()
         run.step = steps.pop()
         return ""
 
-    def committed(self, event: rn.StepsCommitted) -> None:
-        """A member has applied steps."""
+    def committed(self, event: rn.StepsCommitted) -> tuple[Run, NDArray[np.void]] | None:
+        """A member has applied steps; the run, and the rows that nobody had reported before."""
         run = self.find(event.run)
-        if run is not None:
-            run.progress.add(event.slot, event.rows)
+        return (run, run.progress.add(event.slot, event.rows)) if run is not None else None
 
     def evaluated(self, event: rn.RunEvaluated) -> None:
         """An evaluation is done; the first report of it counts."""
@@ -208,40 +184,37 @@ class Runs:
         if run is not None:
             run.broken.add((event.generation, event.step))
 
-    def entered(
-        self, event: rn.RunEntered, membership: Membership, ranks: tuple[int, ...] | None
-    ) -> None:
-        """A cell has come to its own loop on an engine; `ranks`: where the cell was sent."""
+    def entered(self, event: rn.RunEntered, membership: Membership, refusal: str) -> None:
+        """A cell has come to its own loop on an engine.
+
+        Args:
+            event: where.
+            membership: the group.
+            refusal: why this cell cannot train, in words, or nothing.
+        """
         run, name = self.present, rn.cell_run(event.cell, event.loop)
         if run is not None and run.spec.run == name:
             run.entered.add(event.slot)
-        elif run is not None and run.spec.cell == event.cell:
-            self._tell(event.slot, rn.EndRun(run=name))  # a loop that the others have left behind
-        elif run is None and (ranks is None or len(ranks) == membership.world_size):
-            self._entering[event.slot] = event
-            self._begin_own_loop(event, membership)
+        elif self.entering.has_begun(event.cell, event.loop):  # the others have left it behind
+            over = self.find(name)
+            self.entering.send_away(event, over.fault if over is not None else None)
         else:
-            text = "trainer.steps() trains on all ranks, and without another run beside it"
-            self._tell(event.slot, _end(name, "WrongState", text))
+            if run is not None and run.spec.cell != event.cell:
+                refusal = "trainer.steps() trains without another run beside it; stop that first"
+            self.entering.wait(event)
+            if refusal:
+                self.entering.refuse("WrongState", refusal, event.cell)
+            self._begin_own_loop(membership)
 
-    def _begin_own_loop(self, event: rn.RunEntered, membership: Membership) -> None:
-        if not set(membership.slots) <= set(self._entering):
+    def _begin_own_loop(self, membership: Membership) -> None:
+        event = self.entering.begin(membership) if self.present is None else None
+        if event is None:
             return
-        name, entering = rn.cell_run(event.cell, event.loop), self._entering
-        self._entering = {}
-        wanted = {(e.cell, e.loop, e.step, e.steps) for e in entering.values()}
-        if len(wanted) > 1:
-            asked = {
-                int(membership.rank_of(s)): f"{entering[s].steps} from step {entering[s].step}"
-                for s in membership.slots
-            }
-            text = f"ranks want different steps, rank by rank: {asked}"
-            for slot, its in entering.items():
-                self._tell(slot, _end(rn.cell_run(its.cell, its.loop), "WrongState", text))
-            return
-        spec = rn.RunSpec(run=name, name="", cell=event.cell)
-        self.present = Run(spec, event.steps, step=event.step, target=event.step + event.steps)
-        self.present.state, self.present.progress = "running", Progress(event.step)
+        spec = rn.RunSpec(run=rn.cell_run(event.cell, event.loop), name="", cell=event.cell)
+        self.present = run = Run(spec, event.steps, step=event.step)
+        run.state, run.target = "running", event.step + event.steps
+        run.progress = Progress(event.step)
+        run.entered = self.entering.follow(event.cell, event.loop)
         self._out.append(do.Notify(rn.CellTrains(cell=event.cell, is_training=True)))
 
     # ---- what becomes of it
@@ -267,8 +240,8 @@ class Runs:
             for slot in membership.slots:
                 self._tell(slot, rn.HoldRun(run=run.spec.run))
 
-    def advance(self, membership: Membership) -> None:
-        """All stand, and nothing else has its turn: go on, pause or end."""
+    def settle(self, membership: Membership) -> None:
+        """All stand at one step: bind, take the user's orders, come to the end."""
         run = self.present
         if run is None or run.is_going:
             return
@@ -282,43 +255,53 @@ class Runs:
             run.is_paused, run.until = True, None
         if run.step >= run.target:
             self.end("finished", membership)
-        elif run.is_stopping:
+        elif run.is_stopping or len(run.leavers(membership)) == membership.world_size:
             self.end("stopped", membership)
         elif run.is_paused:
             run.state = "paused"
-        else:
-            run.state, run.is_going = "running", True
-            for slot in membership.slots:
-                self.go(slot, membership)
 
-    def go(self, slot: Slot, membership: Membership) -> None:
-        """Tell one member to go on."""
+    def go_on(self, membership: Membership) -> None:
+        """Nothing else has its turn: tell all members to go on, if the run is to."""
         run = self.present
-        if run is not None:
-            until = run.target if run.until is None else run.until
-            order = rn.GoOn(spec=run.spec, generation=membership.generation, until=until)
-            self._tell(slot, order)
+        if run is None or run.is_going or run.is_paused or run.state == "binding":
+            return
+        if left := run.leavers(membership):
+            ranks = ", ".join(str(membership.rank_of(slot)) for slot in left)
+            text = f"rank {ranks} left the training loop while the others trained on"
+            self.end("failed", membership, rn.RunFault(kind="WrongState", message=text))
+            return
+        run.state, run.is_going = "running", True
+        for slot in membership.slots:
+            self.tell_again(slot, membership)
+
+    def tell_again(self, slot: Slot, membership: Membership) -> None:
+        """Tell a member what it is to do; what it was told may have been lost."""
+        run = self.present
+        if run is not None and run.state == "binding" and slot not in run.bound:
+            self._tell(slot, rn.BindRun(spec=run.spec))
+        if run is None or not run.is_going or slot in run.held:
+            return
+        until = run.target if run.until is None else run.until
+        self._tell(slot, rn.GoOn(spec=run.spec, generation=membership.generation, until=until))
+        if run.is_hold_ordered:
+            self._tell(slot, rn.HoldRun(run=run.spec.run))
 
     def _bind_or_refuse(self, run: Run, membership: Membership) -> bool:
         """Whether all have their trainer; a run that cannot begin is refused."""
         bound = {slot: run.bound[slot] for slot in membership.slots if slot in run.bound}
         if len(bound) < membership.world_size:
             return False
-        faults = {slot: its.fault for slot, its in bound.items() if its.fault is not None}
         steps = {int(membership.rank_of(slot)): its.step for slot, its in bound.items()}
+        slot, fault = next(((s, b.fault) for s, b in bound.items() if b.fault), (Slot(0), None))
         refusal = None
-        if faults:
-            slot, fault = next(iter(faults.items()))
+        if fault is not None:
             text = f"rank {membership.rank_of(slot)}: {fault.message}"
-            refusal = od.Refused(kind=fault.kind, message=text)
+            refusal = rn.RunFault(kind=fault.kind, message=text)
         elif len(set(steps.values())) > 1:
             text = f"the trainer has committed different numbers of steps, rank by rank: {steps}"
-            refusal = od.Refused(kind="WrongState", message=text)
+            refusal = rn.RunFault(kind="WrongState", message=text)
         if refusal is not None:
-            self._out.append(do.AnswerRun(run.spec.run, refusal))
-            for slot in bound:
-                self._tell(slot, rn.EndRun(run=run.spec.run))
-            self.present = None
+            self.end("failed", membership, refusal)
             return False
         run.state, run.step = "running", next(iter(steps.values()))
         run.target, run.progress = run.step + run.steps, Progress(run.step)
@@ -332,33 +315,29 @@ class Runs:
         run = self.present
         if run is None:
             return
-        if run.state == "binding":
-            text = fault.message if fault is not None else "the run was ended before it began"
-            refusal = od.Refused(kind=fault.kind if fault else "WrongState", message=text)
-            self._out.append(do.AnswerRun(run.spec.run, refusal))
-        else:
+        if run.state != "binding":
             self.past.append(run)
-        run.state, run.fault, self.present = state, fault, None
+        elif fault is not None:
+            refusal = od.Refused(kind=fault.kind, message=fault.message)
+            self._out.append(do.AnswerRun(run.spec.run, refusal))
         self.stand()
-        run.is_going = False
+        run.state, run.fault, self.present = state, fault, None
         for slot in {*membership.slots, *run.entered}:
             self._tell(slot, rn.EndRun(run=run.spec.run, fault=fault))
         if run.spec.cell is not None:
             self._out.append(do.Notify(rn.CellTrains(cell=run.spec.cell, is_training=False)))
+            self._begin_own_loop(membership)  # some may have come to the next one early
 
     def end_cell(self, cell: CellId, membership: Membership) -> None:
         """A cell is over for the kernel: whoever still is in its loop leaves it."""
-        text = "the cell is over for the notebook"
-        for slot, event in list(self._entering.items()):
-            if event.cell == cell:
-                del self._entering[slot]
-                self._tell(slot, _end(rn.cell_run(cell, event.loop), "RunEnded", text))
+        self.entering.end_cell(cell)
         if self.cell == cell:
+            text = "the cell is over for the notebook"
             self.end("stopped", membership, rn.RunFault(kind="RunEnded", message=text))
 
     def lost(self, slot: Slot) -> None:
         """An engine is gone."""
-        self._entering.pop(slot, None)
+        self.entering.lost(slot)
         if self.present is not None:
             for told in (self.present.bound, self.present.held, self.present.left):
                 told.pop(slot, None)
@@ -368,22 +347,18 @@ class Runs:
         """What another supervisor wrote down; `rows`: the committed steps of a run."""
         for view in views:
             run = Run(view.spec, 0, state=view.state, target=view.target)
-            data = rows(view.spec.run)
-            first = int(np.frombuffer(data, ROWS)["step"][0]) if data else 0
-            run.progress = Progress(first)
-            run.progress.add(Slot(-1), data)
+            run.progress = Progress(None)
+            run.progress.add(Slot(-1), rows(view.spec.run))
             run.step = run.progress.step
             run.until, run.fault, run.is_going = view.until, view.fault, not view.stands
-            run.is_paused = view.state == "paused"
+            if view.spec.cell is not None:
+                self.entering.note(view.spec.cell, loop_of(view.spec.run))
             if run.is_over:
                 self.past.append(run)
             else:
+                run.is_paused = view.state == "paused"
                 run.state = "paused" if run.is_paused else "running"
                 self.present = run
 
     def _tell(self, slot: Slot, order: rn.RunOrder) -> None:
         self._out.append(do.Tell(slot, order))
-
-
-def _end(run: RunId, kind: str, message: str) -> rn.EndRun:
-    return rn.EndRun(run=run, fault=rn.RunFault(kind=kind, message=message))

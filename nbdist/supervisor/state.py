@@ -11,10 +11,11 @@ from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.supervisor import instructions as do
-from nbdist.supervisor.gate import RELEASE_AFTER_S, WaitingCell
+from nbdist.supervisor.deadlines import Deadlines
+from nbdist.supervisor.gate import WaitingCell
 from nbdist.supervisor.phase import Phase
-from nbdist.supervisor.seats import End, Seat, SeatState
-from nbdist.supervisor.world import WAY_OUT, World
+from nbdist.supervisor.seats import End, SeatState
+from nbdist.supervisor.world import WAY_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,17 +23,12 @@ if TYPE_CHECKING:
     from nbdist.protocol.ids import CellId, Generation, RunId, Slot
     from nbdist.supervisor.handover import HandoverEvent
 
-UNBLOCK_LIMIT_S = 6.0
-"""A member that still stands in a native wait this long after its group was cut is killed."""
-FORM_LIMIT_S = 15.0
-"""Members that have not reported a group within this time are killed."""
-RESTORE_LIMIT_S = 300.0
-"""Members for which a hand-over has waited this long are killed."""
+RAISED_ELSEWHERE = "the cell raised on another rank, which will not come to this training loop"
 MAX_FORM_FAILURES = 5
 """So many formations in a row that fail though nobody died mean that something else is wrong."""
 
 
-class Machine(World):
+class Machine(Deadlines):
     """The world of one cluster, driven by events."""
 
     # ---- seats and engines
@@ -63,8 +59,9 @@ class Machine(World):
             self._tell(event.slot, od.BreakGroup(generation=self.generation, reason=self.reason))
         elif self.phase is Phase.RUNNING and event.generation != self.generation:
             self._break(f"slot {event.slot} is not in the group of this generation", now)
-        elif self.phase is Phase.RUNNING and self.runs.is_going:
-            self.runs.go(event.slot, self.membership)  # what it was told may have been lost
+        elif self.phase is Phase.RUNNING:
+            self.runs.tell_again(event.slot, self.membership)
+            self._go_on(now)
 
     def replayed(self, event: ev.JournalReplayed, now: float) -> None:
         """A newcomer ran the journal."""
@@ -97,17 +94,6 @@ class Machine(World):
         if seat is not None and seat.state is SeatState.STARTING and seat.pid is None:
             self._vacate(seat, event.reason, now)
             self._go_on(now)
-
-    def kill(self, seat: Seat, why: str) -> None:
-        """SIGKILL to a seat's engine, once; its exit will be reported."""
-        self.roster.kill(seat, why)
-
-    def _vacate(self, seat: Seat, how: str, now: float) -> str:
-        if self.phase is not Phase.FAILED:
-            return self.roster.vacate(seat, how, now, was_started=self.was_running)
-        seat.clear()
-        seat.state, seat.last_end = SeatState.EMPTY, how
-        return self.reason
 
     # ---- groups
 
@@ -147,6 +133,7 @@ class Machine(World):
 
     def handed_over(self, event: HandoverEvent, now: float) -> None:
         """A part of the hand-over is done."""
+        self._drop_run_if_over()
         if self.handover is not None and event.generation == self.generation:
             self._out += self.handover.take(event)
             self._go_on(now)
@@ -177,6 +164,12 @@ class Machine(World):
         for slot in self.membership.slots:
             self._tell(slot, od.InterruptMain(cell=cell))
 
+    def cell_failed(self, event: ev.CellFailedOnRank, now: float) -> None:
+        """A cell raised on one engine: nobody waits for it at a training loop any more."""
+        self.gate.failed_on(event.cell, event.slot, now)
+        if self.runs.cell != event.cell:
+            self.runs.entering.refuse("WrongState", RAISED_ELSEWHERE, event.cell)
+
     # ---- runs
 
     def begin_run(self, run: RunId, order: rn.BeginRun, now: float) -> str:
@@ -200,131 +193,63 @@ class Machine(World):
         """A member reports of a run."""
         match event:
             case rn.StepsCommitted():
-                self._committed(event)
+                self.committed(event)
                 return
             case rn.RunEvaluated():
                 self.runs.evaluated(event)
             case rn.StepBroken():
                 self.runs.broken(event)
+            case rn.RunRaised():
+                self._raised(event, now)
+            case _ if self.roster.seat(event.slot, event.pid) is None:
+                return  # of an engine that is gone
             case rn.RunBound():
                 self.runs.bound(event)
             case rn.RunHeld() if self._is_of_now(event.generation):
-                if trouble := self.runs.held(event, self.membership):
-                    self._break(trouble, now)
-            case rn.RunEntered() if self.roster.seat(event.slot, event.pid) is not None:
-                ranks = self.gate.ranks.get(event.cell)
-                self.runs.entered(event, self.membership, ranks)
+                self._break_if(self.runs.held(event, self.membership, now), now)
+            case rn.RunEntered():
+                self.runs.entered(event, self.membership, self._why_not_train(event))
             case rn.RunLeft():
-                self._left(event, now)
-            case rn.RunRaised():
-                self._raised(event, now)
+                self._break_if(self.runs.left(event, self.membership, now), now)
             case _:
                 return
         self._go_on(now)
 
+    def committed(self, event: rn.StepsCommitted) -> bytes:
+        """A member has applied steps; the rows that nobody had reported before."""
+        found = self.runs.committed(event)
+        if found is None:
+            return b""
+        self.story.resumed(*found)
+        return found[1].tobytes()
+
     def _is_of_now(self, generation: Generation) -> bool:
         return self.phase is Phase.RUNNING and generation == self.generation
 
-    def _committed(self, event: rn.StepsCommitted) -> None:
-        run = self.runs.find(event.run)
-        if run is not None:
-            self.story.resumed(run, run.progress.add(event.slot, event.rows))
+    def _break_if(self, trouble: str, now: float) -> None:
+        if trouble:
+            self._break(trouble, now)
+
+    def _why_not_train(self, event: rn.RunEntered) -> str:
+        """Why a cell that has come to a training loop cannot train, in words, or nothing."""
+        ranks = self.gate.ranks.get(event.cell)
+        if self.phase is Phase.FAILED:
+            return self.why_failed
+        if event.cell in self.gate.ended:
+            return "the cell is over for the notebook"
+        if self.gate.failed_slots(event.cell) - {event.slot}:
+            return RAISED_ELSEWHERE
+        if ranks is not None and len(set(ranks)) < self.membership.world_size:
+            return f"trainer.steps() trains on all ranks; this cell was sent to {list(ranks)} only"
+        return ""
 
     def _raised(self, event: rn.RunRaised, now: float) -> None:
         """The user's code raised on one rank: the run is over, and who waits for it is freed."""
         run = self.runs.present
         if run is None or run.spec.run != event.run:
             return
-        self._fail_run(event.fault, now)
-
-    def _left(self, event: rn.RunLeft, now: float) -> None:
-        run = self.runs.present
-        if run is None or run.spec.run != event.run:
-            return
-        run.left[event.slot] = now
-        if set(self.membership.slots) <= set(run.left):
-            run.step = event.step
-            self.runs.end("stopped", self.membership)
-
-    def _fail_run(self, fault: rn.RunFault, now: float) -> None:
-        self.runs.end("failed", self.membership, fault)
-        if self.phase is Phase.RUNNING:
-            where = "" if fault.rank is None else f" on rank {fault.rank}"
-            self._break(f"the run failed{where}: {fault.kind}: {fault.message}", now)
-
-    # ---- time
-
-    def beat(self, event: ev.Beat) -> None:
-        """Where a main thread is."""
-        if seat := self.roster.seat(event.slot, event.pid):
-            seat.beat = event
-
-    def tick(self, now: float) -> None:
-        """Look at the deadlines; called many times a second."""
-        for seat in self.roster.tick(now):
-            self._vacate(seat, "no process could be made for it in time", now)
-            self._go_on(now)
-        for seat in list(self.seats.values()):
-            if seat.beat is not None and seat.beat.waiting is not None:
-                self._look_at_wait(seat, seat.beat.cell, seat.beat.waiting, now)
-        if self.phase is Phase.RUNNING and self.runs.is_going:
-            self._look_at_laggards(now)
-        if self.phase is Phase.FORMING and now - self.phase_since > FORM_LIMIT_S:
-            for slot in self.awaited:
-                self.kill(self.seats[slot], f"was not in the group within {FORM_LIMIT_S:g} s")
-        if self.phase is Phase.RESTORING and now - self.phase_since > RESTORE_LIMIT_S:
-            for slot in self.handover.silent if self.handover is not None else ():
-                self.kill(self.seats[slot], f"the hand-over took longer than {RESTORE_LIMIT_S:g} s")
-
-    def _look_at_wait(self, seat: Seat, cell: CellId | None, where: ev.Where, now: float) -> None:
-        if self.phase is Phase.RUNNING and self._waits_for_leaver(seat, where, now):
-            left = ", ".join(str(self.membership.rank_of(s)) for s in sorted(self._run_left()))
-            text = f"rank {left} left the training loop while the others trained on"
-            self._fail_run(rn.RunFault(kind="WrongState", message=text), now)
-        elif self.phase is Phase.RUNNING:
-            since = self.gate.stuck_since(cell, seat.slot)
-            is_stuck = since is not None and now - max(since, where.since_s) > RELEASE_AFTER_S
-            if is_stuck and seat.beat is not None and seat.beat.generation == self.generation:
-                self._break(self._why_released(cell), now)
-        elif self.phase is Phase.BREAKING and seat.slot in self.awaited:
-            limit_s = 0.0 if seat.slot in self._uncuttable else UNBLOCK_LIMIT_S
-            if now - self.phase_since > limit_s:
-                self.kill(seat, "stood in a native wait that a cut of its group did not end")
-
-    def _look_at_laggards(self, now: float) -> None:
-        """In a run: kill whoever stays away from a collective in which all others wait too long.
-
-        The beat of one that holds the interpreter in native code is old, and says the same.
-        """
-        limit_s = self._config.hang_timeout_s
-        seats = [self.seats[slot] for slot in self.membership.slots if slot in self.seats]
-        beats = [seat.beat for seat in seats if seat.beat is not None]
-        waits = [beat.waiting.since_s for beat in beats if beat.waiting is not None]
-        if len(beats) < len(seats) or not waits or now - max(waits) < limit_s:
-            return
-        for seat, beat in zip(seats, beats, strict=True):
-            if beat.waiting is None and not beat.is_patient and beat.step is not None:
-                seat.ordered_at = now - limit_s
-                self.kill(seat, f"hung: away from a collective that others wait in, {limit_s:g} s")
-
-    def _run_left(self) -> dict[Slot, float]:
-        run = self.runs.present
-        return run.left if run is not None else {}
-
-    def _waits_for_leaver(self, seat: Seat, where: ev.Where, now: float) -> bool:
-        """Whether a member waits in a step for one that has left the loop."""
-        left = self._run_left()
-        is_stuck = bool(left) and now - max(*left.values(), where.since_s) > RELEASE_AFTER_S
-        return is_stuck and seat.slot not in left
-
-    def _why_released(self, cell: CellId | None) -> str:
-        if cell in self.gate.ended:
-            return "a rank still waited in a cell that is over"
-        if cell in self.gate.interrupted:
-            return "a cell was interrupted while ranks waited in a collective"
-        slots = sorted(self.gate.failed_slots(cell) & set(self.membership.slots))
-        failed = ", ".join(str(self.membership.rank_of(s)) for s in slots)
-        return f"rank {failed} raised in a cell while others waited for it"
+        is_wanted = run.spec.cell is not None and run.spec.cell in self.gate.interrupted
+        self._end_run("stopped" if is_wanted else "failed", event.fault, now)
 
     # ---- taking up what another supervisor left
 
@@ -348,6 +273,7 @@ class Machine(World):
             rows: the committed steps of a run, as they were written down.
         """
         self.runs.take_up(view.runs, rows)
+        self.gate.open |= {cell for run in view.runs for cell in run.cells}
         self.membership = view.membership
         self.roster.journal_length = journal_length
         self.roster.take_up(view, now)

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nbdist.protocol.events import Incident, IncidentKind
+from nbdist.supervisor.progress import is_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from nbdist.protocol.ids import Generation, Slot
+    from nbdist.protocol.ids import Generation, RunId, Slot
     from nbdist.protocol.topology import Membership
-    from nbdist.supervisor.runs import Run
+    from nbdist.supervisor.run import Run
 
 MAX_INCIDENTS = 1_000
 """Older ones are forgotten."""
@@ -26,9 +27,10 @@ class Story:
 
     def __init__(self) -> None:
         self.incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
-        self._open: list[tuple[Incident, float]] = []
-        self._standing: list[Incident] = []
-        """Those under which a run stands: how long, the next committed step tells."""
+        self._open: list[tuple[Incident, float, Mapping[Slot, int | None]]] = []
+        """Incident, when it began, the ranks that its slots had then."""
+        self._standing: list[tuple[Incident, RunId]] = []
+        """Those under which a run stands: how long, its next committed step tells."""
 
     def begin(
         self,
@@ -47,25 +49,27 @@ class Story:
             generation_before=generation,
         )
         self.incidents.append(incident)
-        self._open.append((incident, now))
+        self._open.append((incident, now, ranks))
         return incident
 
     def take_up(self, incidents: Iterable[Incident], now: float) -> None:
         """What another supervisor wrote down; what was open then is timed from now on."""
         self.incidents.extend(incidents)
-        self._open = [(i, now) for i in self.incidents if i.generation_after is None]
+        open_then = [i for i in self.incidents if i.generation_after is None]
+        self._open = [(i, now, dict(zip(i.slots, i.ranks, strict=False))) for i in open_then]
 
     def resumed(self, run: Run, fresh: NDArray[np.void]) -> None:
         """Steps were committed: whoever waited for the first one after a change has it now."""
-        for incident in [i for i in self._standing if i.generation_after is not None]:
-            later = fresh[fresh["generation"] >= incident.generation_after]
-            if len(later):
-                self._standing.remove(incident)
+        for incident, whose in list(self._standing):
+            after = incident.generation_after or 0
+            later = fresh[fresh["generation"] >= after]
+            if whose == run.spec.run and len(later):
+                self._standing.remove((incident, whose))
                 _account(incident, run, later[0])
 
     def regrouped(self, now: float) -> None:
         """A new group is formed."""
-        for incident, began in self._open:
+        for incident, began, _ in self._open:
             incident.regroup_s = now - began
 
     def end(
@@ -83,32 +87,44 @@ class Story:
             membership: the new one.
             not_restored: what each member lacks, and why.
             restoring_since: when the hand-over began.
-            run: a run that trains; then `stall_s` comes from its committed steps.
+            run: a run that trains on; then `stall_s` comes from its committed steps.
             now: the time.
         """
-        for incident, began in self._open:
+        for incident, began, had in self._open:
             incident.generation_after = membership.generation
             incident.restore_s, incident.stall_s = now - restoring_since, now - began
             if run is not None:
                 incident.stall_s, incident.step = None, run.step
-                self._standing.append(incident)
+                self._standing.append((incident, run.spec.run))
             if incident.kind in ("joined", "scaled"):
-                present = [s for s in incident.slots if s in membership]
-                incident.ranks = tuple(int(membership.rank_of(s)) for s in present)
-                for slot in present:
+                incident.ranks = _ranks(incident, membership, had)
+                for slot in (s for s in incident.slots if s in membership):
                     incident.not_restored |= not_restored[slot]
         self._open = []
-        if run is None:
-            self._standing.clear()
+        whose = run.spec.run if run is not None else None
+        self._standing = [(i, r) for i, r in self._standing if r == whose]
+
+
+def _ranks(
+    incident: Incident, membership: Membership, had: Mapping[Slot, int | None]
+) -> tuple[int, ...]:
+    """Of those who came the rank that they have now, of those who left the one that they had."""
+    ranks = [int(membership.rank_of(s)) if s in membership else had.get(s) for s in incident.slots]
+    return tuple(rank for rank in ranks if rank is not None)
 
 
 def _account(incident: Incident, run: Run, after: np.void) -> None:
     """What a change cost a run: `after` is the first step that was committed after it."""
     rows, step = run.progress.rows, int(after["step"])
-    before = rows[rows["step"] < step]
+    before = rows[(rows["step"] < step) & is_known(rows)]
     incident.step = step
     if len(before):
         incident.stall_s = float(after["at"] - before["at"][-1]) - run.progress.usual_s()
         incident.samples_lost = int(step - 1 - before["step"][-1]) * int(after["samples"])
-    lost = {s for g, s in run.broken if incident.generation_before <= g < after["generation"]}
-    incident.steps_repeated = len(lost)
+    committed = dict(zip(rows["step"].tolist(), rows["generation"].tolist(), strict=True))
+    broken = {
+        s
+        for g, s in run.broken
+        if incident.generation_before <= g < after["generation"] and committed.get(s, g + 1) > g
+    }
+    incident.steps_repeated = len(broken)

@@ -28,7 +28,7 @@ def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:
         incidents=tuple(map(msgspec.structs.replace, machine.story.incidents)),
         notes=machine.notes,
         was_running=machine.was_running,
-        runs=machine.runs.views(is_whole=formed),
+        runs=machine.runs.views(is_whole=formed, cells=tuple(sorted(machine.gate.open))),
     )
 
 

@@ -57,6 +57,8 @@ class World:
         self.was_running = False
         """Whether a group was ever whole: from then on newcomers are given what members hold."""
         self.handover: Handover | None = None
+        self._formed_under: RunSpec | None = None
+        """The run of which a new group's members were asked."""
         self._steps: dict[Slot, int | None] = {}
         """Members of a new group -> steps that the trainer of a run has committed there."""
         self._asked_in: set[int] = set()
@@ -106,6 +108,7 @@ class World:
         self.awaited, self.handover = set(), None
         fault = RunFault(kind="RecoveryFailed", message=self.why_failed)
         self.runs.end("failed", self.membership, fault)
+        self.runs.entering.refuse(fault.kind, fault.message)
         self._out += self.gate.refuse("RecoveryFailed", self.why_failed)
 
     def _break(self, reason: str, now: float) -> None:
@@ -143,6 +146,7 @@ class World:
         elif self.phase is Phase.FORMING:
             self._restore(now)
         elif self.phase is Phase.RESTORING:
+            self._drop_run_if_over()
             for slot, why in self.handover.unfit.items() if self.handover is not None else ():
                 self.roster.kill(self.seats[slot], why)
             if self.handover is None or self.handover.is_done:
@@ -190,7 +194,7 @@ class World:
         self.membership = Membership(generation=following, members=members)
         self._enter(Phase.FORMING, f"forming a group of {len(members)}", now)
         self.awaited, self._uncuttable = {m.slot for m in members}, set()
-        self._steps = {}
+        self._steps, self._formed_under = {}, self._spec
         self._out.append(do.Form(self.membership, self._spec))
 
     def _restore(self, now: float) -> None:
@@ -201,13 +205,19 @@ class World:
         newcomers = tuple(s for s in slots if not self.seats[s].is_holder)
         self.handover = None
         if self.was_running:
-            handover = Handover(self.membership, newcomers, self._spec, self._steps)
-            if self.runs.present is not None:
-                self.runs.present.step = max(self.runs.present.step, handover.step)
+            run = self.runs.present if self._spec == self._formed_under else None
+            spec = self._formed_under if run is not None else None
+            handover = Handover(self.membership, newcomers, spec, self._steps)
+            if run is not None and handover.run is not None:
+                run.step = handover.step  # what nobody has any more is no longer committed
             if handover.is_needed:
                 self.handover = handover
                 self._out += handover.begin()
         self._go_on(now)
+
+    def _drop_run_if_over(self) -> None:
+        if self.handover is not None and self.handover.run != self._spec:
+            self.handover.drop_run()
 
     def _run(self, now: float) -> None:
         if self.handover is not None:
@@ -219,11 +229,13 @@ class World:
             self.membership,
             not_restored,
             restoring_since=self.phase_since,
-            run=run if run is not None and run.state == "running" else None,
+            run=run if run is not None and run.will_go else None,
             now=now,
         )
         for slot in self.membership.slots:
             self.seats[slot].is_holder, self.seats[slot].restarts = True, 0
+            if run is not None and run.spec == self._formed_under:
+                run.progress.acknowledge(slot, run.step)  # its own, or copied
         self.was_running, self.handover = True, None
         self._enter(Phase.RUNNING, "", now)
         self.runs.bind(self.membership)
@@ -232,33 +244,33 @@ class World:
     def _change_if_due(self, now: float) -> None:
         """One thing after the other: a change of the world, waiting cells, the run.
 
-        A run that goes is brought to a stand first; a cell's own loop leaves no room for other
-        cells.
+        A run that goes is brought to a stand first. A cell's own loop leaves no room for other
+        cells: those that were admitted before it began wait behind it on the engines, and the world
+        they were admitted for is not changed meanwhile.
         """
-        present = self.runs.present
-        is_due = bool(self._newcomers() or self._leavers() or self.roster.is_catching_up)
-        waits = bool(self.gate.waiting) and self.runs.cell is None
-        if self.runs.is_going and present is not None:
-            if is_due or waits or present.wants_stand:
-                self.runs.hold(self.membership)
-            return
-        if is_due:
-            self._change(now)
-            return
-        if self.runs.cell is None:
-            self._out += self.gate.admit(self.membership)
-        if not self.gate.open - {self.runs.cell}:
-            self.runs.advance(self.membership)
-
-    def _change(self, now: float) -> None:
-        """Admit newcomers and let leavers go, when no cell runs."""
-        if self.gate.open - {self.runs.cell}:
-            return
-        complete = self._ready_and_complete(now)
-        if not self.roster.is_catching_up:
-            what = "a seat is filled" if complete else "a seat is given back"
+        runs, others = self.runs, self.gate.open - {self.runs.cell}
+        is_due = bool(self._ready_and_complete(now) or self._leavers()) and not others
+        is_due = is_due and not self.roster.is_catching_up
+        if runs.is_going and runs.present is not None:
+            waits = bool(self.gate.waiting) and runs.cell is None
+            can_admit = waits and not self.roster.is_catching_up
+            if is_due or can_admit or runs.present.wants_stand:
+                runs.hold(self.membership)
+        elif is_due:
+            what = "a seat is filled" if self._newcomers() else "a seat is given back"
             self._break(f"the world changes: {what}", now)
             self._go_on(now)
+        else:
+            runs.settle(self.membership)
+            self._admit_cells()
+            if runs.cell is not None or not self.gate.open:
+                runs.go_on(self.membership)
+
+    def _admit_cells(self) -> None:
+        """Let cells begin, unless a change of the world waits for those that run to end."""
+        wants_change = self._newcomers() or self._leavers() or self.roster.is_catching_up
+        if self.runs.cell is None and not wants_change:
+            self._out += self.gate.admit(self.membership, self.runs.between)
 
     def _newcomers(self) -> list[Seat]:
         """Those that can be admitted; where a cell trains, only when they are in that cell too."""
@@ -266,23 +278,33 @@ class World:
         run = self.runs.present
         if run is None or run.spec.cell is None:
             return ready
-        for seat in ready:
-            is_asked = seat.slot in run.entered or seat.pid in self._asked_in
-            if seat.pid is not None and seat.engine_id is not None and not is_asked:
-                self._asked_in.add(seat.pid)
-                notice = SendCellTo(
-                    cell=run.spec.cell, slot=seat.slot, engine_id=seat.engine_id, pid=seat.pid
-                )
-                self._out.append(do.Notify(notice))
         return [seat for seat in ready if seat.slot in run.entered]
 
     def _ready_and_complete(self, now: float) -> list[Seat]:
-        """Newcomers that can be admitted; those that lack what ran meanwhile replay it first."""
-        ready = self._newcomers()
-        for seat in ready:
+        """Newcomers that can be admitted; those that lack what ran meanwhile replay it first.
+
+        While cells run there will be more to replay: then nobody is complete.
+        """
+        if self.gate.open - {self.runs.cell} and self.phase is Phase.RUNNING:
+            return []
+        for seat in self.roster.in_state(SeatState.READY):
             if seat.replayed < self.roster.journal_length:
                 self.roster.replay(seat, now)
-        return [seat for seat in ready if seat.state is SeatState.READY]
+        self._ask_in()
+        return self._newcomers()
+
+    def _ask_in(self) -> None:
+        """Have the cell that trains sent to newcomers, too."""
+        run = self.runs.present
+        for seat in self.roster.in_state(SeatState.READY):
+            if run is None or run.spec.cell is None or seat.slot in run.entered:
+                continue
+            if seat.pid is None or seat.engine_id is None or seat.pid in self._asked_in:
+                continue
+            self._asked_in.add(seat.pid)
+            cell, engine_id, pid = run.spec.cell, seat.engine_id, seat.pid
+            notice = SendCellTo(cell=cell, slot=seat.slot, engine_id=engine_id, pid=pid)
+            self._out.append(do.Notify(notice))
 
     def _leavers(self) -> list[Seat]:
         """Members that are to be given back."""

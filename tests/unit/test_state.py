@@ -11,17 +11,11 @@ from nbdist.errors import named_error
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.supervisor import instructions as do
+from nbdist.supervisor.deadlines import FORM_LIMIT_S, RESTORE_LIMIT_S, UNBLOCK_LIMIT_S
 from nbdist.supervisor.gate import ENDED_S, RELEASE_AFTER_S
 from nbdist.supervisor.roster import REPLAY_LIMIT_S
 from nbdist.supervisor.seats import Seat, SeatState
-from nbdist.supervisor.state import (
-    FORM_LIMIT_S,
-    MAX_FORM_FAILURES,
-    RESTORE_LIMIT_S,
-    UNBLOCK_LIMIT_S,
-    Machine,
-    Phase,
-)
+from nbdist.supervisor.state import MAX_FORM_FAILURES, Machine, Phase
 from nbdist.supervisor.view import view_of
 
 MOMENT = 1e-3

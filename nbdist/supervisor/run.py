@@ -1,0 +1,97 @@
+"""What the supervisor knows of one training run. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nbdist.protocol import runs as rn
+from nbdist.supervisor.progress import Progress
+
+if TYPE_CHECKING:
+    from nbdist.protocol.ids import CellId, RunId, Slot
+    from nbdist.protocol.story import Evaluation
+    from nbdist.protocol.topology import Membership
+
+ENDED: tuple[rn.RunState, ...] = ("finished", "stopped", "failed")
+
+
+def loop_of(run: RunId) -> int:
+    """Which of its cell's loops a run is, by its name."""
+    return int(run.rpartition(".")[2])
+
+
+@dataclass(frozen=True)
+class Place:
+    """At which step a member stands, and since when."""
+
+    step: int
+    at: float
+
+
+@dataclass
+class Run:
+    """One run."""
+
+    spec: rn.RunSpec
+    steps: int
+    """So many more steps were asked for."""
+    state: rn.RunState = "binding"
+    step: int = 0
+    """Committed steps at the last boundary at which the run stood."""
+    target: int = 0
+    until: int | None = None
+    """Pause when so many steps are committed."""
+    is_going: bool = False
+    """Members were told to go on, and have not all come to a stand."""
+    is_hold_ordered: bool = False
+    is_paused: bool = False
+    is_stopping: bool = False
+    bound: dict[Slot, rn.RunBound] = field(default_factory=dict)
+    held: dict[Slot, Place] = field(default_factory=dict)
+    entered: set[Slot] = field(default_factory=set)
+    """An own loop: newcomers that have come to it."""
+    left: dict[Slot, Place] = field(default_factory=dict)
+    """An own loop: who left it early."""
+    settings: list[rn.SetRun] = field(default_factory=list)
+    fault: rn.RunFault | None = None
+    progress: Progress = field(default_factory=lambda: Progress(0))
+    evaluations: list[Evaluation] = field(default_factory=list)
+    broken: set[tuple[int, int]] = field(default_factory=set)
+    """(generation, step) of attempts that came to nothing."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, one way or another."""
+        return self.state in ENDED
+
+    @property
+    def wants_stand(self) -> bool:
+        """Whether the user wants something that takes place at a boundary."""
+        return self.is_paused or self.is_stopping or bool(self.settings)
+
+    @property
+    def will_go(self) -> bool:
+        """Whether it trains on once the world lets it."""
+        is_wanted = self.state == "running" and not self.is_paused and not self.is_stopping
+        return is_wanted and self.step < min(self.target, self.until or self.target)
+
+    def leavers(self, membership: Membership) -> list[Slot]:
+        """Members that have left the loop early."""
+        return [slot for slot in membership.slots if slot in self.left]
+
+    def view(self, *, is_whole: bool, cells: tuple[CellId, ...] = ()) -> rn.RunView:
+        """As the kernel is told it; `is_whole`: the group is formed; `cells`: it stands for them.
+
+        A run that is paused is no less paused while the world around it is repaired.
+        """
+        is_broken = not is_whole and self.state == "running"
+        return rn.RunView(
+            spec=self.spec,
+            state="recovering" if is_broken else self.state,
+            target=self.target,
+            stands=not self.is_going,
+            until=self.until,
+            fault=self.fault,
+            cells=cells,
+        )
