@@ -53,7 +53,7 @@ def walk(state: State, port: RunPort) -> Iterator[Step | None]:
                 raise WrongState(
                     f"{step!r} was not run: the loop's body is `with step:` and what belongs to it"
                 )
-            if step.is_held and not (_is_due(state) and state.step == port.go_until):
+            if step.is_held and not (_is_due(state, port) and state.step == port.go_until):
                 port.hold(state.step)
     finally:
         if kept is not None:
@@ -109,14 +109,18 @@ def _apply_settings(state: State, port: RunPort) -> None:
             set_base_rate(state.optimizer, state.scheduler, value)
 
 
-def _is_due(state: State) -> bool:
-    """Whether an evaluation belongs to this boundary."""
+def _is_due(state: State, port: RunPort) -> bool:
+    """Whether an evaluation belongs to this boundary.
+
+    One that was done in an earlier group is due again: it may have been done on some ranks only,
+    and a rank that has joined has not done it.
+    """
     evaluator = state.evaluator
     return (
         evaluator is not None
         and state.step > 0
         and state.step % evaluator.every == 0
-        and state.evaluated != state.step
+        and state.evaluated != (state.step, port.generation)
     )
 
 
@@ -127,7 +131,7 @@ def _is_ready(state: State, port: RunPort) -> bool:
         if state.step == 0 and port.world_size > 1:
             port.begin_step(state.step, patient=True)
             _take_from_first(state)
-        if _is_due(state):
+        if _is_due(state, port):
             port.begin_step(state.step, patient=True)
             _evaluate(state, port)
     except BaseException as error:
@@ -155,5 +159,5 @@ def _evaluate(state: State, port: RunPort) -> None:
     exchange = state.exchange
     seed_all(seed_of(state.recipe.seed, state.step, exchange.place.at, 2), state.device)
     metrics = state.evaluator.run(state.module, state.device, exchange.place, exchange.sum_)
-    state.evaluated = state.step
+    state.evaluated = state.step, port.generation
     port.evaluated(Evaluation(step=state.step, at=time.monotonic(), metrics=metrics))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ALIGN_BYTES = 64
 """Where a tensor may begin."""
-COUNTERS = ("step", "num_skipped", "unit", "evaluated")
+COUNTERS = ("step", "num_skipped", "unit")
 """Of `State`."""
 _HEAD = struct.Struct("<Q")
 """Length of the head, first of all."""
@@ -102,7 +102,7 @@ def unpack(state: State, data: bytes) -> None:
         obj.load_state_dict(_own(loaded["registered"][name]))
     for name, value in loaded["counters"].items():
         setattr(state, name, value)
-    state.attempt, state.committed_at = 0, None
+    state.attempt, state.committed_at, state.evaluated = 0, None, None
     state.clear_gradients()
     state.buffers.keep_all()
 

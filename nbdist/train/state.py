@@ -57,8 +57,9 @@ class State:
         """Of them, those whose loss or gradient was not finite: nothing was applied."""
         self.unit = 1.0
         """The count of a sample, as the last step had it: with it losses are scaled beforehand."""
-        self.evaluated = 0
-        """Committed steps before the last evaluation."""
+        self.evaluated: tuple[int, int] | None = None
+        """Committed steps before the last evaluation in this process, and the generation in which
+        it was done. No part of what replicas share: it may break when some ranks have done it."""
         self.attempt = 0
         """How often the present step has been broken."""
         self.is_warm = False

@@ -199,6 +199,32 @@ def test_an_evaluation_that_breaks_is_repeated():
     assert port.told == [("broken", 8), ("held", 12)]
 
 
+def test_an_evaluation_is_repeated_in_the_next_group():
+    """A rank that has done it before the group broke does it again, as those do that have not."""
+    trainer = make(evaluate=Evaluate(Samples(), every=4))
+    port = FakePort(4, lambda: setattr(port, "generation", 2), 4, 4, 12)
+    before = []
+    port.hold_before, port.hold = (
+        port.hold,
+        lambda step: (
+            before.append((step, trainer.digest())),
+            port.hold_before(step),
+        ),
+    )
+    go(trainer, port)
+    assert [evaluation.step for evaluation in port.evaluations] == [4, 4, 8, 12]
+    assert len({digest for step, digest in before if step == 4}) == 1
+
+
+def test_what_was_evaluated_is_no_part_of_the_state():
+    """Ranks on either side of an evaluation that broke have equal digests."""
+    trainers = [make(), make(evaluate=Evaluate(Samples(), every=4))]
+    for trainer in trainers:
+        go(trainer, FakePort(4))
+    assert trainers[0].digest() == trainers[1].digest()
+    assert trainers[0].pack() == trainers[1].pack()
+
+
 def test_the_vote_holds_at_a_common_boundary():
     """A wish to hold is said in the vote, and the loop stands after that very step."""
     trainer, port = make(), FakePort(12, 12)
