@@ -53,8 +53,8 @@ def sgd(named):
     )
 
 def make(**more):
-    usual = dict(model=Counting, optimizer=sgd, loss=loss, data=Data(), global_batch={BATCH}, seed=0)
-    return Trainer(**(usual | more))
+    usual = dict(model=Counting, optimizer=sgd, loss=loss, data=Data(), seed=0)
+    return Trainer(**(usual | dict(global_batch={BATCH}) | more))
 
 trainer = make()
 """
