@@ -14,7 +14,8 @@ from nbdist.supervisor.record import Recorder
 if TYPE_CHECKING:
     from nbdist.protocol.orders import WorldView
     from nbdist.supervisor.collector import Collector
-    from nbdist.supervisor.runs import Run, Runs
+    from nbdist.supervisor.run import Run
+    from nbdist.supervisor.runs import Runs
 
 NUM_AGAIN = 1_000
 """One that takes over writes the last steps again; the one before may not have come to it."""
