@@ -108,6 +108,8 @@ class Run:
     @property
     def num_committed(self) -> int:
         """Steps that the trainer has committed, as far as they are known here already."""
+        if self.state == "finished" and self.target is not None:
+            return self.target
         known = self._record.num_committed()
         return self.first_step if known is None else known
 
@@ -193,6 +195,8 @@ class Run:
             raise self.detached() from None
         if not self._is_settled:
             raise TimeoutError(f"after {timeout:g} s, {self.summary()}; the run goes on")
+        if self._gone is None:
+            self.summary()  # whoever looks at it next sees its last step
         self._raise_if_failed()
         return self
 

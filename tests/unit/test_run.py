@@ -276,6 +276,15 @@ def test_waiting_ends_when_the_run_does(run, state):
         assert waiting.result(SOON_S) is run
 
 
+def test_after_a_wait_the_last_step_is_known(run, supervisor):
+    """Whoever shows the run then shows its end; what is finished has come to its target."""
+    supervisor.rows, supervisor.state = rows(0, 10), "finished"
+    run.hear(view("finished"), ())
+    assert (run.num_committed, str(run)) == (10, "trainer: finished, 10 of 10 steps")
+    run.wait()
+    assert str(run) == "trainer: finished, 10 of 10 steps, loss 1"
+
+
 def test_a_wait_that_is_too_short_says_how_far_it_is(run, supervisor):
     """And the run goes on."""
     supervisor.rows = rows(0, 4)
