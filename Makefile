@@ -9,7 +9,8 @@ PYTEST := $(PY) -m pytest
 PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/targets.py \
 	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
 	series state story view world) \
-	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/palette.py
+	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/palette.py \
+	nbdist/cli/progress.py nbdist/cli/verdicts.py
 
 # Installed once for this folder and these two files; any change of them installs again.
 STAMP := .venv/installed-$(shell { echo "$(CURDIR)"; cat pyproject.toml constraints.txt; } | \
@@ -39,7 +40,7 @@ help: ## list the targets
 setup: $(STAMP) ## create .venv and install the package and its tools, once
 	@if [ "$(MAKECMDGOALS)" = setup ]; then echo ".venv is ready."; fi
 
-demo: setup ## set up, then run the main job: start engines, lose one, get it back
+demo: setup ## set up, then run the main job: train on 4 engines, kill one, stop one, lose nothing
 	$(BIN)/nbdist demo
 
 test: setup test-unit ## set up, then run what CI runs: unit, engines, fast faults, notebooks, browser
@@ -118,7 +119,7 @@ hooks: setup ## install the pre-commit hooks
 ci: lint types imports sizes test ## what CI runs: the checks, fast ones first, then the tests
 
 clean: ## remove caches and build outputs (not .venv)
-	rm -rf dist build .coverage .coverage.* htmlcov .hypothesis
+	rm -rf dist build nbdist-report.html nbdist-report.jsonl .coverage .coverage.* htmlcov .hypothesis
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find nbdist tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 

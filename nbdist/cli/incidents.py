@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _HEADER = (
     "incident",
+    "slots",
     "ranks",
     "cause",
     "step",
@@ -21,12 +22,20 @@ _HEADER = (
     "regroup ms",
     "restore ms",
     "stall ms",
+    "steps repeated",
+    "samples lost/repeated",
 )
 
 
 def incident_table(incidents: Iterable[Incident]) -> str:
-    """A line for each, in their order."""
-    return columns(_HEADER, map(_row, incidents))
+    """A line for each, in their order; below, what newcomers could not be given."""
+    incidents = list(incidents)
+    lacking = [
+        f"not restored: {name} ({why})"
+        for incident in incidents
+        for name, why in sorted(incident.not_restored.items())
+    ]
+    return "\n".join([columns(_HEADER, map(_row, incidents)), *lacking])
 
 
 def _row(incident: Incident) -> Sequence[object]:
@@ -34,9 +43,12 @@ def _row(incident: Incident) -> Sequence[object]:
     seconds = (incident.detect_s, incident.regroup_s, incident.restore_s, incident.stall_s)
     return (
         incident.kind,
+        ", ".join(map(str, incident.slots)),
         ", ".join(map(str, incident.ranks)),
         incident.cause,
         "–" if incident.step is None else incident.step,
         f"{incident.generation_before} → {after}",
         *map(milliseconds, seconds),
+        incident.steps_repeated,
+        f"{incident.samples_lost}/{incident.samples_repeated}",
     )

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+_NO_VALUE = ("–", "")
+"""Cells of a column of numbers may say that there is none."""
+
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, indent: str = "") -> str:
     """A table: each column as wide as its widest cell, columns of numbers to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     numeric = [
-        bool(cells) and all(row[index].replace(".", "", 1).isdecimal() for row in cells)
+        any(_is_number(row[index]) for row in cells)
+        and all(_is_number(row[index]) or row[index] in _NO_VALUE for row in cells)
         for index in range(len(header))
     ]
     lines = []
@@ -24,6 +28,10 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, indent: 
         ]
         lines.append(indent + "  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def _is_number(cell: str) -> bool:
+    return cell.replace(",", "").replace(".", "", 1).isdecimal()
 
 
 def duration(seconds: float) -> str:

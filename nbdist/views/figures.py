@@ -123,7 +123,7 @@ def _loss(story: RunStory, reference: RunStory | None) -> bokeh_figure:
             reference.rows["step"][picked],
             others[picked],
             color=palette.REFERENCE,
-            line_width=5,
+            line_width=7,
             line_alpha=0.45,
         )
         top = _set_y_range(chart, np.concatenate([losses, others]), from_zero=False)

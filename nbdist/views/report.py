@@ -102,10 +102,11 @@ def page(
 
 def _panels(story: RunStory, reference: RunStory | None) -> list[_Panel]:
     steps = step_table(story)
+    beneath = f" Beneath, in grey: {reference.title}." if reference is not None else ""
     panels = [
         _Panel(
             title=_TITLES[name],
-            sentence=describe(story, name),
+            sentence=describe(story, name) + (beneath if name == "loss" else ""),
             chart=figure(story, name, reference=reference),
             table=steps,
             is_over_steps=True,

@@ -9,9 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,7 +19,6 @@ from nbdist.cli import (
     _COMMANDS,
     build_parser,
     clean,
-    demo,
     doctor,
     installed,
     lab,
@@ -32,10 +29,8 @@ from nbdist.cli import (
 from nbdist.cli.clusters import find_clusters
 from nbdist.cli.findings import Finding
 from nbdist.config import ClusterConfig
-from nbdist.errors import EngineDied, StartFailed
 from nbdist.gpus import Gpus
 from nbdist.processes import RUNDIR_VARIABLE, rundir_in, rundir_of
-from nbdist.protocol.events import Incident
 from nbdist.rundir import Owner, RunDir, runtime_root
 
 GONE = Owner(pid=os.getpid(), created=0.0)  # our pid, but another process's birthday
@@ -503,153 +498,7 @@ def test_an_absent_duration_is_a_dash():
     assert (table.milliseconds(None), table.milliseconds(0.0204)) == ("–", "20")
 
 
-# ---- demo, against a stand-in for the cluster
-
-
-@dataclass
-class FakeCluster:
-    """Answers the demo's cells as four engines would; `flaw` is what goes wrong."""
-
-    rundir: RunDir
-    processes: list
-    flaw: str = ""
-    generation: int = 1
-    world_size: int = 4
-    warnings: list = field(default_factory=list)
-    incidents: list = field(default_factory=list)
-    pids: dict = field(default_factory=lambda: dict(zip(range(4), range(101, 105), strict=True)))
-
-    @property
-    def id(self):
-        return self.rundir.cluster_id
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.shutdown()
-
-    def status(self):
-        activity = "all_reduce, cell line 5"
-        return [
-            SimpleNamespace(
-                rank=rank,
-                slot=rank,
-                pid=pid,
-                device="cpu",
-                state="member",
-                generation=self.generation,
-                activity=activity if rank != 2 else "",
-                not_restored={"x": "too large"} if self.flaw == "not restored" else {},
-            )
-            for rank, pid in self.pids.items()
-        ]
-
-    def run(self, code, **_options):
-        weights = [0.0, 0.5, 1.0, 1.5]
-        if code == demo._ADD_RANKS:
-            return self._values(lambda _rank: 5.0 if self.flaw == "sum" else 6.0)
-        if code == demo._KEEP_SOMETHING:
-            return self._values(lambda rank: (100 + rank, weights))
-        if code == demo._LOOK:
-            seen = self._values(lambda rank: (rank, self.pids[rank], 100 + rank, weights, 6.0))
-            if self.flaw == "variables" and self.generation == 3:
-                seen.values[2] = (2, self.pids[2], None, weights, 6.0)
-            return seen
-        if self.flaw == "no death":
-            return self._values(lambda _rank: None)
-        raise EngineDied(slot=2, rank=2, pid=103, signal="SIGKILL", guess="ordered by the user")
-
-    def _values(self, of):
-        return SimpleNamespace(values={rank: of(rank) for rank in self.pids})
-
-    def push(self, **values):
-        assert values == {"factor": 0.5}
-
-    def pull(self, name):
-        assert name == "mark"
-        return {rank: 100 + rank for rank in range(4)}
-
-    def kill(self, ranks):
-        assert ranks == [2]
-
-    def wait_healthy(self, *, timeout, after):
-        assert timeout > 0
-        assert after == self.generation
-        self.generation = 3
-        self.pids[2] = 203
-        lost = {"slots": (2,), "ranks": (2,), "cause": "SIGKILL", "generation_before": 1}
-        self.incidents = [Incident(kind="lost", detect_s=0.013, generation_after=2, **lost)]
-
-    def shutdown(self):
-        for process in self.processes[self.flaw == "left" :]:
-            process.kill()
-            process.wait()
-        self.rundir.remove()
-
-
-@pytest.fixture
-def play(monkeypatch, ours, capsys):
-    """Plays the demo with a flaw; returns the exit code and the lines of failed checks."""
-    monkeypatch.setattr(demo, "count_gpus", lambda: Gpus(reason="none"))
-    monkeypatch.setattr(demo, "_GONE_TIMEOUT_S", 0.1)
-
-    def start(flaw=""):
-        def fake_start(num_engines):
-            if flaw == "start":
-                raise StartFailed("the controller did not come up")
-            rundir = make_cluster()
-            processes = [ours(rundir.path) for _ in range(num_engines + 1)]
-            return FakeCluster(rundir, processes, flaw)
-
-        module = SimpleNamespace(start=fake_start)
-        monkeypatch.setitem(sys.modules, "nbdist.session.start", module)
-        code = main(["demo"])
-        lines = capsys.readouterr().out.splitlines()
-        return code, [line.strip() for line in lines if line.strip().startswith("FAILED")], lines
-
-    return start
-
-
-def test_the_demo_tells_the_whole_story(play):
-    """All checks hold; message, table and durations are those of the cluster."""
-    code, failed, lines = play()
-    assert (code, failed) == (0, [])
-    text = "\n".join(lines)
-    assert "rank 2 (slot 2, pid 103) ended by SIGKILL; ordered by the user" in text
-    assert "ranks that waited: 0, 1, 3" in text
-    assert "pid 103 → 203" in text
-    assert next(line for line in lines if line.strip().startswith("lost")).split() == [
-        *("lost", "2", "SIGKILL", "–", "1", "→", "2", "13", "–", "–", "–")
-    ]
-    assert lines[-1].startswith("All ")
-
-
-@pytest.mark.parametrize(
-    ("flaw", "checks"),
-    [
-        ("sum", ["its sum on every rank"] * 2),
-        ("no death", ["the cell ended with EngineDied"]),
-        ("variables", ["it has its variables"]),
-        ("not restored", ["nothing could not be restored"]),
-        ("left", ["no process of the cluster is left"]),
-        ("start", ["the demo ran to its end"]),
-    ],
-)
-def test_the_demo_fails_where_a_check_does_not_hold(play, flaw, checks):
-    """Each flaw is seen by its own check, and the exit code is 1."""
-    code, failed, _ = play(flaw)
-    assert code == 1
-    assert len(failed) == len(checks)
-    for line, check in zip(failed, checks, strict=True):
-        assert check in line
-
-
-def test_the_demo_uses_the_cpu_where_gpus_are_too_few(monkeypatch, capsys):
-    """One GPU does not do for four engines, and it says so."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    for names, visible in ((("0",) * 4, "0"), (("0",), "")):
-        monkeypatch.setattr(demo, "count_gpus", lambda names=names: Gpus(names=names))
-        demo.use_cpu_if_gpus_are_few(4, demo.Report())
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
-    assert "all use the CPU" in capsys.readouterr().out
+def test_a_column_of_numbers_may_have_holes():
+    """A dash among numbers stands with them, to the right."""
+    text = table.columns(("cause", "ms"), [("user", "1,234"), ("–", "–")])
+    assert text.splitlines() == ["cause     ms", "user   1,234", "–          –"]

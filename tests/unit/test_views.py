@@ -296,7 +296,14 @@ def test_the_page_says_everything_in_words(html):
     for words in (
         *("1 of 7 checks failed", "replicas are equal : rank 2 differs", "2.100", "1 → 2"),
         *("Loss as a table", "Throughput as a table", "Ranks and generations as a table"),
-        *("Memory of each engine", "256.0", "accuracy", "12 records <b>dropped</b>", "▼ lost"),
+        *(
+            "Beneath, in grey: undisturbed.",
+            "Memory of each engine",
+            "256.0",
+            "accuracy",
+            "12 records <b>dropped</b>",
+            "▼ lost",
+        ),
     ):
         assert words in text
     assert resources.tags.count("figure") == 4
