@@ -134,6 +134,7 @@ class CellRun:
             exit_code=notice.exit_code,
             guess=notice.guess,
             last_lines=notice.last_lines,
+            at=time.strftime("%H:%M:%S"),
         )
 
     def on_trains(self, notice: rn.CellTrains) -> None:

@@ -4,6 +4,7 @@ filled again."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -43,8 +44,8 @@ def check_death(loss, victim, pid):
 
 @pytest.mark.parametrize("victim", RANKS)
 def test_killed_while_all_wait(four, lose, heal, pids, victim):
-    """torchrun's rank 0 and its like: whichever rank is killed in an all-reduce, the cell ends at
-    once and all heals."""
+    """ray PR#59989, PR#60820: whichever rank is killed in an all-reduce, rank 0 too, the cell ends
+    at once and all heals."""
     four.run("x = rank * 11; weights = torch.arange(5.0)")
     before = pids(four)
     loss = lose(four, victim)
@@ -116,13 +117,14 @@ def test_killed_with_term(four, pids):
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", None),
         ("ctypes.string_at(0)", "SIGSEGV", None),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV", None),
         ("os._exit(3)", None, 3),
         ("os.abort()", "SIGABRT", None),
     ],
 )
 def test_last_words(four, pids, death, named, code):
-    """ipyparallel#695, #706: how an engine ended is said, with pid, guess, and the last lines that
-    it put out."""
+    """ipyparallel#695, #706, #322: how an engine ended is said, with pid, time, guess, and the last
+    lines that it put out; and it is replaced."""
     before, generation = pids(four), four.generation
     cell = f"""
 import ctypes, os, signal
@@ -139,10 +141,45 @@ dist.barrier()
     assert (error.rank, error.slot, error.pid) == (1, 1, before[1])
     assert (error.signal, error.exit_code) == (named, code)
     assert named is None or error.guess
+    assert named != "SIGKILL" or "out of memory" in error.guess
+    assert re.search(r" at \d\d:\d\d:\d\d", str(error))
     assert any("the last line of rank 1" in line for line in error.last_lines), error.last_lines
     assert "the last line of rank 1" in str(error)
     assert sorted(error.errors) == [1]
     four.wait_healthy(after=generation)
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+
+
+OUT_OF_MEMORY = """
+import resource
+spare = 200_000_000
+if rank == 1:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare, limits[1]))
+    {work}
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "named"),
+    [
+        ("torch.ones(10_000_000_000)", "RuntimeError: .*allocate"),
+        ("hoard = [bytes(1_000_000) for _ in range(10_000)]", "MemoryError"),
+    ],
+    ids=["tensor", "objects"],
+)
+def test_out_of_memory(four, pids, work, named):
+    """ipyparallel#322: memory that is refused to a rank is an error of its cell; the others are
+    released, and the engine lives on."""
+    before = pids(four)
+    with pytest.raises(nbdist.CellFailed, match=named) as failed:
+        four.run(OUT_OF_MEMORY.format(work=work))
+    assert list(failed.value.errors) == [1]
+    assert sum("was released from barrier" in note for note in failed.value.notes) == 3
+    four.run("resource.setrlimit(resource.RLIMIT_AS, limits)", ranks=1, once=True)
+    assert pids(four) == before
     assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
@@ -350,11 +387,14 @@ def test_newcomer_killed_while_the_group_forms(four, pids, tmp_path):
 
 @pytest.mark.usefixtures("slow_replay")
 def test_another_killed_during_a_refill(four, until):
-    """ipyparallel's wait_for_engines: a second loss while a seat is being filled is healed too."""
+    """ipyparallel's wait_for_engines: a second loss while a seat is being filled is healed too, and
+    who waits is told of both."""
     generation = four.generation
     four.kill(3)
     until(lambda: seat_in(four, 3, "replaying"), 5, four.status)
     four.kill(1)
+    with pytest.raises(TimeoutError, match=r"slot 1 is \w+; slot 3 is replaying"):
+        four.wait_healthy(timeout=0.05, after=generation)
     four.wait_healthy(after=generation)
     assert four.pull("x") == {r: 11 * r for r in RANKS}
     assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
@@ -362,7 +402,8 @@ def test_another_killed_during_a_refill(four, until):
 
 @pytest.mark.usefixtures("slow_replay")
 def test_waiting_for_too_short(four):
-    """Where a seat is not filled in time, the message says which and what it is about."""
+    """ipyparallel's wait_for_engines: where a seat is not filled in time, the message says which
+    and what it is about."""
     generation = four.generation
     four.kill(1)
     with pytest.raises(TimeoutError, match=r"slot 1 is (starting|replaying|empty)"):

@@ -264,6 +264,7 @@ def test_an_engine_that_dies_ends_the_cell_with_all_that_is_known_of_it():
     died = caught.value
     assert (died.slot, died.rank, died.pid, died.signal) == (2, 1, 102, "SIGKILL")
     assert died.last_lines == ["last words"]
+    assert died.at.count(":") == 2
     assert died.errors == {1: died}
 
 
