@@ -150,6 +150,26 @@ dist.barrier()
     assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
+def test_cell_that_comes_too_late(four, until, monkeypatch):
+    """A rank that a cell reaches when the cell's group has broken does not begin it in the next
+    group, and is not taken for one that failed."""
+    execute, generation = four._client.execute, four.generation
+    last = four._seen.membership.members[3].engine_id
+
+    def send(engine_id, *args):
+        if engine_id == last:
+            until(lambda: four.generation > generation, 5, "the survivors form a group")
+        return execute(engine_id, *args)
+
+    monkeypatch.setattr(four._client, "execute", send)
+    with pytest.raises(nbdist.EngineDied) as died:
+        four.run("import os\nif rank == 1:\n    os.kill(os.getpid(), 9)\nbegun = 1\ndist.barrier()")
+    monkeypatch.undo()
+    assert list(died.value.errors) == [1]
+    four.wait_healthy(after=generation)
+    assert four.run("globals().pop('begun', 0)", once=True).values == {0: 1, 1: 0, 2: 1, 3: 0}
+
+
 OUT_OF_MEMORY = """
 import resource
 spare = 200_000_000
@@ -189,7 +209,9 @@ def test_killed_while_others_compute(four):
     known = len(four.incidents)
     code = "begun = time.monotonic()\nwhile time.monotonic() < begun + 1:\n    pass\ndone_by = rank"
     generation = four.generation
-    died = "import os, time\nif rank == 1:\n    os.kill(os.getpid(), 9)\n" + code
+    died = (
+        "import os, time\nif rank == 1:\n    time.sleep(0.3)\n    os.kill(os.getpid(), 9)\n" + code
+    )
     with pytest.raises(nbdist.EngineDied) as failed:
         four.run(died)
     assert failed.value.rank == 1
