@@ -140,6 +140,7 @@ class EngineDied(CellFailed):
 
     Attributes:
         slot, rank: where.
+        at: when, by the clock on the wall, to be looked for in other logs.
         signal: name of the signal that ended it ("SIGKILL"), or None.
         exit_code: its exit code, or None where a signal ended it.
         guess: likely cause in words.
@@ -156,6 +157,7 @@ class EngineDied(CellFailed):
         exit_code: int | None = None,
         guess: str = "",
         last_lines: Sequence[str] = (),
+        at: str = "",
     ) -> None:
         how = (
             f"ended by {signal}"
@@ -164,7 +166,7 @@ class EngineDied(CellFailed):
             if exit_code is not None
             else "ended"
         )
-        text = f"rank {rank} (slot {slot}, pid {pid}) {how}"
+        text = f"rank {rank} (slot {slot}, pid {pid}) {how}" + (f" at {at}" if at else "")
         if guess:
             text += f"; {guess}"
         if last_lines:
@@ -176,6 +178,7 @@ class EngineDied(CellFailed):
         self.signal = signal
         self.exit_code = exit_code
         self.guess = guess
+        self.at = at
         self.last_lines = list(last_lines)
 
 

@@ -7,6 +7,7 @@ imports torch.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,6 +80,19 @@ def num_cores() -> int:
 def default_num_engines(environ: Mapping[str, str] | None = None) -> int:
     """How many engines to start where nobody says: one for each GPU, else for each CPU core."""
     return count_gpus(environ).count or num_cores()
+
+
+def own_use() -> tuple[str, ...]:
+    """What the user should know where this very process, a notebook, computes on GPUs itself.
+
+    Nothing is imported for it: whoever uses them has torch loaded.
+    """
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None or not cuda.is_initialized():
+        return ()
+    held_bytes = sum(cuda.memory_reserved(gpu) for gpu in range(cuda.device_count()))
+    held = f"torch holds {held_bytes / 2**20:.0f} MiB there and its context some hundred more"
+    return (f"the notebook's own process uses a GPU: {held}, which engines cannot have",)
 
 
 def _ask_nvml() -> tuple[int, str]:

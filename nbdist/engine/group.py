@@ -131,6 +131,11 @@ class Groups:
         self._was_cut.wait(timeout_s)
         return self.cut_generation == self.generation
 
+    def has_left(self, generation: int) -> bool:
+        """Whether the group of `generation` was broken and has been left here."""
+        is_between = self.cut_generation == self.generation and not dist.is_initialized()
+        return generation < self.generation or is_between
+
     def destroy(self) -> None:
         """Leave all groups, the user's own too. Must be over before the next group is formed."""
         if not dist.is_initialized():

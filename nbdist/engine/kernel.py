@@ -35,6 +35,15 @@ CUT_LIMIT_S = 1.0
 MAX_RECURSION_FRAMES = 20
 MAX_VALUE_BYTES = 1_000_000
 """The value of a cell's last expression travels with the reply up to this size."""
+_TOO_LATE: dict[str, Any] = {
+    "status": "error",
+    "ename": "GroupGone",
+    "evalue": "the group of this cell broke before the cell came here; it was not begun",
+    "traceback": [],
+}
+"""The reply to a cell that came when its group was gone: in none, or in the next, it is not what it
+was meant to be."""
+_NOT_BEGUN = {"released": True, "is_begun": False}
 
 
 class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
@@ -55,9 +64,13 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
 
         The reply has our part under `METADATA`, in `engine_info` where the cell failed.
         """
-        cell = self.get_parent("shell").get("metadata", {}).get(METADATA, {}).get("cell")
+        ours = self.get_parent("shell").get("metadata", {}).get(METADATA, {})
+        cell = ours.get("cell")
         if cell is None or self.agent is None or self.groups is None or self.runs is None:
             return dict(await super().do_execute(*args, **kwargs))
+        if ours["generation"] is not None and self.groups.has_left(ours["generation"]):
+            info = {**self.get_engine_info("execute"), METADATA: _NOT_BEGUN}
+            return {**_TOO_LATE, "engine_info": info}
         generation = self.groups.generation
         # An engine's history has no reader, would keep every result, and formats errors twice.
         kwargs["store_history"] = False

@@ -207,12 +207,13 @@ class DistMagics(Magics):
     def dist_status(self, line: str) -> None:
         """List the ranks with slot, state, generation, device, memory, step and samples a second.
 
-        Below it: what a newcomer could not be given, the last run, and the incidents so far.
+        Below it: what a newcomer lacks, the last run, the incidents so far, and warnings.
         """
         read_line(self.dist_status, line)
         cluster = session.current()
         run = cluster.runs[-1].summary() if cluster.runs else ""
         show_status(cluster.status(), cluster.incidents, run=run)
+        show_warnings(cluster.warnings)
 
     @magic(
         "line",

@@ -61,6 +61,8 @@ class CellRun:
         self.changed = threading.Condition()
         self._replied: set[int] = set()
         self._idle: set[int] = set()
+        self._unbegun: set[int] = set()
+        """Ranks to which it came when the group was gone."""
         self.is_dirty = True
         """There is something that was not shown."""
 
@@ -134,6 +136,7 @@ class CellRun:
             exit_code=notice.exit_code,
             guess=notice.guess,
             last_lines=notice.last_lines,
+            at=time.strftime("%H:%M:%S"),
         )
 
     def on_trains(self, notice: rn.CellTrains) -> None:
@@ -208,6 +211,8 @@ class CellRun:
                 return
             if info is not None and info["released"]:
                 output.state = "released"
+                if not info.get("is_begun", True):
+                    self._unbegun.add(rank)
                 return
             ename = getattr(result, "ename", None) or type(result).__name__
             evalue = getattr(result, "evalue", None) or ""
@@ -369,7 +374,10 @@ class CellRun:
     def _notes(self) -> list[str]:
         released = [r for r, o in self.outputs.items() if o.state == "released"]
         notes = [
-            f"rank {r} was released from {self.waiting.get(r, 'a collective')}" for r in released
+            f"rank {r} had not begun the cell when its group broke"
+            if r in self._unbegun
+            else f"rank {r} was released from {self.waiting.get(r, 'a collective')}"
+            for r in released
         ]
         if self.died_at is not None:
             notes += [f"rank {r} still runs the cell" for r in self.running]

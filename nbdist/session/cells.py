@@ -148,7 +148,7 @@ class Cells:
     def _send(self, run: CellRun, code: str) -> None:
         with self._sending:
             for rank in run.ranks:
-                self._send_one(run, rank, code)
+                self._send_one(run, rank, code, generation=run.membership.generation)
 
     def _send_to_newcomers(self, run: CellRun, code: str) -> None:
         if not run.has_newcomers:
@@ -157,10 +157,13 @@ class Cells:
             for rank in run.take_newcomers():
                 self._send_one(run, rank, code)
 
-    def _send_one(self, run: CellRun, rank: int, code: str) -> None:
+    def _send_one(
+        self, run: CellRun, rank: int, code: str, *, generation: int | None = None
+    ) -> None:
+        """Send it, to be begun in this generation only; None: in any, since it trains."""
         engine_id, pid = run.engines[rank].engine_id, run.engines[rank].pid
         self._client.wait_known(engine_id, lambda: run.outputs[rank].state != "running")
-        metadata = {METADATA: {"cell": run.cell}}
+        metadata = {METADATA: {"cell": run.cell, "generation": generation}}
         future = self._client.execute(
             engine_id, code, metadata, partial(self._hook, run, rank, pid)
         )

@@ -19,7 +19,7 @@ from nbdist.errors import (
     RecoveryFailed,
     StartFailed,
 )
-from nbdist.gpus import default_num_engines
+from nbdist.gpus import default_num_engines, own_use
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
@@ -102,7 +102,7 @@ class Cluster:
     @property
     def warnings(self) -> list[str]:
         """What the user should know about how this cluster runs."""
-        return [*self._seen.notes, *self._warnings]
+        return [*self._seen.notes, *self._warnings, *own_use()]
 
     @property
     def logs(self) -> Path:

@@ -4,6 +4,9 @@
 started it are gone; the lease's thread here sees to that. Heartbeats come often, so that an
 engine's registration is complete at once, and may be missed for long, so that ipyparallel never
 drops an engine before the supervisor has judged it.
+
+By itself ipyparallel looks for a free port, lets it go, and binds it half a second later, in a
+thread whose failure nobody sees; here a port is held from the moment in which it is chosen.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,6 +33,8 @@ PR_SET_PDEATHSIG = 1
 PERIOD_MS = 100
 HANG_TIMEOUTS = 10
 """ipyparallel may drop an engine after this many of our own hang timeouts, and never before."""
+_holders: list[socket.socket] = []
+"""Of the ports that `hold_ports` gave out."""
 
 
 def arguments(rundir: RunDir, config: ClusterConfig) -> list[str]:
@@ -47,6 +53,20 @@ def arguments(rundir: RunDir, config: ClusterConfig) -> list[str]:
         "--IPController.db_class=NoDB",
         "--log-level=ERROR",
     ]
+
+
+def hold_ports(num_ports: int) -> list[int]:
+    """Loopback ports that Linux gives to nobody else for as long as this process lives.
+
+    In place of ipyparallel's `select_random_ports`. A second socket may bind such a port, since
+    both are marked for reuse (ZMQ marks its own) and the first one never listens.
+    """
+    holders = [socket.socket() for _ in range(num_ports)]
+    for holder in holders:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+    _holders.extend(holders)
+    return [holder.getsockname()[1] for holder in holders]
 
 
 def end_with_lease(lease: Lease) -> None:
@@ -78,8 +98,11 @@ def main() -> None:
     lease = Lease(rundir, config.lease_s)
     threading.Thread(target=end_with_lease, args=(lease,), name="nbdist-lease", daemon=True).start()
     os.register_at_fork(after_in_child=end_with_parent)
-    from ipyparallel.controller.app import IPController  # noqa: PLC0415 - the lease is watched first
+    from ipyparallel import util  # noqa: PLC0415 - the lease is watched first
+    from ipyparallel.controller.app import IPController  # noqa: PLC0415 - the same
 
+    if sys.platform.startswith("linux"):
+        util.select_random_ports = hold_ports
     IPController.launch_instance(argv=arguments(rundir, config))
 
 

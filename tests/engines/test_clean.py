@@ -38,8 +38,8 @@ def listed(capsys):
 
 
 def test_strangers_survive(cluster, worker, capsys):
-    """nbdistributed: a foreign `worker.py` survives a shutdown, a clean-up, and another cluster's
-    end."""
+    """nbdistributed, ipyparallel PR#571: a foreign `worker.py` survives a shutdown, a clean-up, and
+    another cluster's end."""
     engines = cluster(2)
     assert main(["clean"]) == 0
     assert "alive" in capsys.readouterr().out
@@ -68,8 +68,9 @@ def test_list(cluster, kernel, capsys):
 
 
 def test_leftovers(kernel, cluster, worker, capsys):
-    """A cluster whose kernel and supervisor were killed does not disturb a start beside it; then
-    `nbdist clean` ends it at once, folder and all, and nothing else."""
+    """ipyrad#95, #333, slide2vec PR#131: a cluster whose kernel and supervisor were killed does not
+    disturb a start beside it; then `nbdist clean` ends it at once, folder and all, and nothing
+    else."""
     notebook = kernel()
     path = notebook.start(2)
     supervisor = listed(capsys)[path.name]["supervisor_pid"]

@@ -157,12 +157,15 @@ with torch.random.fork_rng():
 if "{kind}" == "hook":
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+num_steps_done = 0
 def train(num_steps):
-    for step in range(num_steps):
+    global num_steps_done
+    for step in range(num_steps_done, num_steps_done + num_steps):
         data = torch.randn(16, 4, generator=torch.Generator().manual_seed(step * 10 + rank))
         optimizer.zero_grad()
         model(data).square().mean().backward()
         optimizer.step()
+        num_steps_done += 1
 def parameters():
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 """
@@ -187,8 +190,8 @@ def ddp(four, request):
 @pytest.mark.parametrize("ddp", ["plain", "hook", "norm"], indirect=True)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_ddp_trains_on(four, heal, lose, ddp, victim):
-    """A DDP model made before a loss trains on after it, on every rank, with equal parameters, and
-    with its hook."""
+    """ray PR#59989, PR#60820: a DDP model made before a loss, that of rank 0 too, trains on after
+    it, on every rank, with equal parameters, and with its hook."""
     before = check_equal_parameters(four)
     loss = lose(four, victim, collective="train(1)")
     heal(four, loss)
@@ -203,13 +206,20 @@ def test_ddp_trains_on(four, heal, lose, ddp, victim):
 @pytest.mark.parametrize("ddp", ["plain", "norm"], indirect=True)
 @pytest.mark.usefixtures("ddp")
 def test_ddp_in_a_smaller_and_a_larger_world(four):
-    """A DDP model goes on with three ranks and with four again; gradients are the mean over those
-    that are there."""
+    """pytorch#91943, kubeflow/trainer#1509: a DDP model goes on from where it stood, with three
+    ranks and with four again, which share the data anew."""
+    num_steps = 3
     for size in (3, 4):
+        before = check_equal_parameters(four)
         four.scale(size)
-        four.run("train(2)", timeout=20)
-        check_equal_parameters(four)
         assert four.world_size == size
+        assert check_equal_parameters(four) == before
+        assert four.run("num_steps_done").values == dict.fromkeys(range(size), num_steps)
+        shares = four.run("list(torch.utils.data.DistributedSampler(range(12), shuffle=False))")
+        assert sorted(i for share in shares.values.values() for i in share) == list(range(12))
+        four.run("train(2)", timeout=20)
+        assert check_equal_parameters(four) != before
+        num_steps += 2
 
 
 def test_ddp_on_a_group_of_the_users_own(four):

@@ -4,6 +4,7 @@ filled again."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -43,8 +44,8 @@ def check_death(loss, victim, pid):
 
 @pytest.mark.parametrize("victim", RANKS)
 def test_killed_while_all_wait(four, lose, heal, pids, victim):
-    """torchrun's rank 0 and its like: whichever rank is killed in an all-reduce, the cell ends at
-    once and all heals."""
+    """ray PR#59989, PR#60820: whichever rank is killed in an all-reduce, rank 0 too, the cell ends
+    at once and all heals."""
     four.run("x = rank * 11; weights = torch.arange(5.0)")
     before = pids(four)
     loss = lose(four, victim)
@@ -116,13 +117,14 @@ def test_killed_with_term(four, pids):
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", None),
         ("ctypes.string_at(0)", "SIGSEGV", None),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV", None),
         ("os._exit(3)", None, 3),
         ("os.abort()", "SIGABRT", None),
     ],
 )
 def test_last_words(four, pids, death, named, code):
-    """ipyparallel#695, #706: how an engine ended is said, with pid, guess, and the last lines that
-    it put out."""
+    """ipyparallel#695, #706, #322: how an engine ended is said, with pid, time, guess, and the last
+    lines that it put out; and it is replaced."""
     before, generation = pids(four), four.generation
     cell = f"""
 import ctypes, os, signal
@@ -139,10 +141,65 @@ dist.barrier()
     assert (error.rank, error.slot, error.pid) == (1, 1, before[1])
     assert (error.signal, error.exit_code) == (named, code)
     assert named is None or error.guess
+    assert named != "SIGKILL" or "out of memory" in error.guess
+    assert re.search(r" at \d\d:\d\d:\d\d", str(error))
     assert any("the last line of rank 1" in line for line in error.last_lines), error.last_lines
     assert "the last line of rank 1" in str(error)
     assert sorted(error.errors) == [1]
     four.wait_healthy(after=generation)
+    assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
+
+
+def test_cell_that_comes_too_late(four, until, monkeypatch):
+    """A rank that a cell reaches when the cell's group has broken does not begin it in the next
+    group, and is not taken for one that failed."""
+    execute, generation = four._client.execute, four.generation
+    last = four._seen.membership.members[3].engine_id
+
+    def send(engine_id, *args):
+        if engine_id == last:
+            until(lambda: four.generation > generation, 5, "the survivors form a group")
+        return execute(engine_id, *args)
+
+    monkeypatch.setattr(four._client, "execute", send)
+    with pytest.raises(nbdist.EngineDied) as died:
+        four.run("import os\nif rank == 1:\n    os.kill(os.getpid(), 9)\nbegun = 1\ndist.barrier()")
+    monkeypatch.undo()
+    assert list(died.value.errors) == [1]
+    four.wait_healthy(after=generation)
+    assert four.run("globals().pop('begun', 0)", once=True).values == {0: 1, 1: 0, 2: 1, 3: 0}
+
+
+OUT_OF_MEMORY = """
+import resource
+spare = 200_000_000
+if rank == 1:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare, limits[1]))
+    {work}
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "named"),
+    [
+        ("torch.ones(10_000_000_000)", "RuntimeError: .*allocate"),
+        ("hoard = [bytes(1_000_000) for _ in range(10_000)]", "MemoryError"),
+    ],
+    ids=["tensor", "objects"],
+)
+def test_out_of_memory(four, pids, work, named):
+    """ipyparallel#322: memory that is refused to a rank is an error of its cell; the others are
+    released, and the engine lives on."""
+    before = pids(four)
+    with pytest.raises(nbdist.CellFailed, match=named) as failed:
+        four.run(OUT_OF_MEMORY.format(work=work))
+    assert list(failed.value.errors) == [1]
+    assert sum("was released from barrier" in note for note in failed.value.notes) == 3
+    four.run("resource.setrlimit(resource.RLIMIT_AS, limits)", ranks=1, once=True)
+    assert pids(four) == before
     assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
@@ -152,7 +209,9 @@ def test_killed_while_others_compute(four):
     known = len(four.incidents)
     code = "begun = time.monotonic()\nwhile time.monotonic() < begun + 1:\n    pass\ndone_by = rank"
     generation = four.generation
-    died = "import os, time\nif rank == 1:\n    os.kill(os.getpid(), 9)\n" + code
+    died = (
+        "import os, time\nif rank == 1:\n    time.sleep(0.3)\n    os.kill(os.getpid(), 9)\n" + code
+    )
     with pytest.raises(nbdist.EngineDied) as failed:
         four.run(died)
     assert failed.value.rank == 1
@@ -350,11 +409,14 @@ def test_newcomer_killed_while_the_group_forms(four, pids, tmp_path):
 
 @pytest.mark.usefixtures("slow_replay")
 def test_another_killed_during_a_refill(four, until):
-    """ipyparallel's wait_for_engines: a second loss while a seat is being filled is healed too."""
+    """ipyparallel's wait_for_engines: a second loss while a seat is being filled is healed too, and
+    who waits is told of both."""
     generation = four.generation
     four.kill(3)
     until(lambda: seat_in(four, 3, "replaying"), 5, four.status)
     four.kill(1)
+    with pytest.raises(TimeoutError, match=r"slot 1 is \w+; slot 3 is replaying"):
+        four.wait_healthy(timeout=0.05, after=generation)
     four.wait_healthy(after=generation)
     assert four.pull("x") == {r: 11 * r for r in RANKS}
     assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
@@ -362,7 +424,8 @@ def test_another_killed_during_a_refill(four, until):
 
 @pytest.mark.usefixtures("slow_replay")
 def test_waiting_for_too_short(four):
-    """Where a seat is not filled in time, the message says which and what it is about."""
+    """ipyparallel's wait_for_engines: where a seat is not filled in time, the message says which
+    and what it is about."""
     generation = four.generation
     four.kill(1)
     with pytest.raises(TimeoutError, match=r"slot 1 is (starting|replaying|empty)"):
@@ -397,7 +460,7 @@ def test_all_of_them_inside_a_cell(cluster):
     that nobody is left."""
     engines = cluster(2)
     with pytest.raises(nbdist.EngineDied) as died:
-        engines.run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        engines.run("import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)")  # both have begun
     assert sorted(died.value.errors) == [0, 1]
     with pytest.raises(nbdist.RecoveryFailed):
         engines.wait_healthy(timeout=10)

@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from jupyter_client.manager import KernelManager
 
 from nbdist.cli import main
 from nbdist.processes import processes_by_rundir
@@ -96,8 +97,8 @@ def test_kernel_that_ends(kernel, gone):
 
 @pytest.mark.parametrize("group", [False, True], ids=["kernel", "process-group"])
 def test_killed_kernel(kernel, gone, group):
-    """monarch#712, lightning#9303: a kernel that is killed leaves no process, socket or folder
-    behind."""
+    """monarch#712, lightning#9303, lightly-train#92, ultralytics#8232: a kernel that is killed
+    leaves no process, socket or folder behind."""
     notebook = kernel()
     path = notebook.start(2, lease_s=LEASE_S)
     processes = of(path)
@@ -107,6 +108,49 @@ def test_killed_kernel(kernel, gone, group):
         os.kill(notebook.pid, signal.SIGKILL)
     notebook.process.wait(5)
     gone(path, processes, GONE_S)
+
+
+@pytest.fixture
+def notebook_kernel(alone, leaks):  # noqa: ARG001 - ends before the look for leaks
+    """A kernel as JupyterLab starts it, and a client of it."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=30)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+    manager.cleanup_resources()
+    manager.context.destroy(linger=0)
+
+
+BUSY = """
+if rank == 0:
+    dist.barrier()
+open({flag!r}, "w").close()
+while True:
+    pass
+"""
+
+
+@pytest.mark.parametrize("is_busy", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_restarted_kernel(notebook_kernel, gone, until, tmp_path, is_busy):
+    """ultralytics#8232, ipyrad#95, #333, slide2vec PR#131: Restart in JupyterLab, in the midst of a
+    cell or not, ends the kernel's cluster."""
+    manager, client = notebook_kernel
+    start = f"import nbdist; c = nbdist.start(2, lease_s={LEASE_S}); c.run('rank')"
+    reply = client.execute_interactive(start, timeout=30, output_hook=lambda _: None)
+    assert reply["content"]["status"] == "ok", reply["content"]
+    (path,) = runtime_root().iterdir()
+    processes = of(path)
+    if is_busy:
+        flag = tmp_path / "busy"
+        client.execute(f"c.run({BUSY.format(flag=str(flag))!r})")
+        until(flag.exists, 10, "the cell runs")
+    manager.restart_kernel()
+    gone(path, processes, GONE_S)
+    client.wait_for_ready(timeout=30)
 
 
 def test_killed_kernel_in_a_cell(kernel, gone):
@@ -210,8 +254,8 @@ def test_kept_cluster_outlives_its_kernel(kernel, until):
 
 
 def test_two_kernels(kernel):
-    """dask-pytorch-ddp, Ddip: two clusters at once do not disturb one another, started together or
-    one losing an engine."""
+    """accelerate#74, dask-pytorch-ddp, Ddip: two clusters at once do not disturb one another,
+    started together or one losing an engine."""
     first, second = kernel(), kernel()
     for notebook in (first, second):
         notebook.process.stdin.write('["do", "import nbdist; c = nbdist.start(2)"]\n')

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import nbdist
 
+CYCLE_S = 4 * 2.0
+"""Four times what a death, a smaller world and the former one take together, at most."""
 SUM = "t = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)"
 TOTAL = {1: 1, 2: 3, 3: 6, 4: 10, 5: 15}
 
@@ -20,8 +24,8 @@ def check_world(engines, size):
 
 
 def test_down_and_up(four, pids):
-    """pytorch#91943, #111646: those who stay keep process and variables; those who come have what
-    all others have."""
+    """pytorch#91943, #111646, kubeflow/trainer#1509: those who stay keep process and variables;
+    those who come have what all others have."""
     known, before = len(four.incidents), pids(four)
     four.run("x = rank * 11")
     four.push(lr=0.5)
@@ -103,16 +107,35 @@ def test_while_a_cell_runs(four, background, until):
     four.scale(4)
 
 
-@pytest.mark.timeout(120)
-def test_ten_times(four, pids):
-    """pytorch#30371, #151159, #132696: ten times torn down to three and formed again with four,
-    each time right."""
+def test_killed_while_growing(four, background, until):
+    """ipyparallel's wait_for_engines: a loss among those that are there does not keep the world
+    from growing."""
     four.run("x = rank * 11")
-    before = pids(four)
+    scaled = background(four.scale, 5)
+    until(lambda: any(s.slot == 4 and s.pid for s in four.status()), 5, four.status)
+    four.kill(1)
+    scaled.result(20)
+    four.wait_healthy()
+    check_world(four, 5)
+    assert four.pull("x") == {r: 11 * r for r in range(5)}
+    four.scale(4)
+
+
+@pytest.mark.timeout(120)
+def test_ten_times(cluster, lose, pids):
+    """pytorch#30371, #151159, #132696: ten times rank 3 dies in a collective, the survivors form a
+    group of three, and one of four with a newcomer; each time right, and soon."""
+    engines = cluster(4, policy="shrink")
+    engines.run("x = rank * 11")
+    before, generation = pids(engines), engines.generation
     for _ in range(10):
-        four.scale(3)
-        check_world(four, 3)
-        four.scale(4)
-        check_world(four, 4)
-    assert {r: p for r, p in pids(four).items() if r < 3} == {r: before[r] for r in (0, 1, 2)}
-    assert four.pull("x") == {r: 11 * r for r in range(4)}
+        begun = time.monotonic()
+        lose(engines, 3)
+        assert engines.run(SUM, once=True).values == dict.fromkeys(range(3), TOTAL[3])
+        engines.scale(4)
+        check_world(engines, 4)
+        assert time.monotonic() - begun < CYCLE_S
+        assert engines.generation > generation
+        generation = engines.generation
+    assert {r: p for r, p in pids(engines).items() if r < 3} == {r: before[r] for r in (0, 1, 2)}
+    assert engines.pull("x") == {r: 11 * r for r in range(4)}

@@ -125,9 +125,11 @@ def test_kernel_never_imports_torch(kernel):
 
 
 def test_torch_threads_in_the_kernel(kernel):
-    """accelerate#2216 and its like: threads of torch in the kernel do not matter."""
+    """accelerate#182, #940, #1751, #2216, #3925, lightning#16136: what torch has started in the
+    kernel, threads above all, does not matter."""
     notebook = kernel()
     notebook.do("import torch; a = torch.rand(400, 400); total = float((a @ a).sum())")
+    assert notebook.ask("len(__import__('os').listdir('/proc/self/task'))") > 1
     notebook.start(2)
     notebook.do("r = c.run('b = torch.rand(300, 300); float((b @ b).sum()) > 0')")
     assert notebook.ask("list(r.values.values())") == [True, True]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +15,32 @@ import nbdist
 
 RANKS = [0, 1, 2, 3]
 SUM = "t = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)"
+NO_SUCH_HOST = "no-such-host.invalid"
+CLONE_NEWUTS = 0x04000000
+"""unshare(2): a hostname of one's own."""
 MISLEADING = {
-    "GLOO_SOCKET_IFNAME": "^lo", "HOSTNAME": "no-such-host.invalid", "TP_SOCKET_IFNAME": "eth99",
+    "GLOO_SOCKET_IFNAME": "^lo", "HOSTNAME": NO_SUCH_HOST, "TP_SOCKET_IFNAME": "eth99",
     "RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7", "MASTER_ADDR": "192.0.2.1",
     "MASTER_PORT": "1", "MY_VARIABLE": "as it was",
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def misleading_hostname():
+    """For what this thread starts meanwhile, the host has another name; where that is permitted."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    with Path("/proc/thread-self/ns/uts").open() as own:
+        is_permitted = libc.unshare(CLONE_NEWUTS) == 0
+        try:
+            if is_permitted:
+                socket.sethostname(NO_SUCH_HOST)
+            yield
+        finally:
+            if is_permitted:
+                assert libc.setns(own.fileno(), CLONE_NEWUTS) == 0
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +64,25 @@ def start_shared(tmp_path_factory):
             patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
             patch.chdir(folder)
             patch.syspath_prepend(str(folder))
-            return nbdist.start(4)
+            with misleading_hostname():
+                return nbdist.start(4)
 
     return start
 
 
 def test_taken_port(four):
-    """accelerate#74: torch's usual port 29500 may be taken."""
+    """accelerate#74, #508, #3245, snowfall#152, Ddip: torch's usual port 29500 may be taken."""
     assert four.run(SUM).values == dict.fromkeys(RANKS, 10)
 
 
 def test_interface_and_hostname(four):
-    """pytorch PR#26166: neither NCCL's way of excluding an interface nor a hostname that does not
-    resolve keeps gloo from loopback, for the user's own groups too."""
+    """pytorch PR#26166, gloo#40, horovod#2852, aws-do-eks PR#51: neither NCCL's way of excluding an
+    interface nor a hostname that does not resolve keeps gloo from loopback, for the user's own
+    groups too."""
     four.run("sub = dist.new_group([0, 1, 2, 3]); dist.barrier(sub)")
+    if {s.host for s in four.status()} == {socket.gethostname()}:
+        pytest.skip("the hostname is as it was: changing it is not permitted here")
+    assert {s.host for s in four.status()} == {NO_SUCH_HOST}
 
 
 def test_torchrun_variables(four):

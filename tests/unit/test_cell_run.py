@@ -231,6 +231,18 @@ def test_a_rank_that_was_released_did_not_fail():
     assert caught.value.notes == ["rank 1 was released from all_reduce, cell line 2: f()"]
 
 
+def test_a_rank_to_which_the_cell_came_too_late_is_named():
+    """Its group had been broken and left by then; what others wait in says nothing of it."""
+    run = cell(0, 1)
+    reply(run, 0, Remote("ValueError"))
+    run.on_released(od.RanksReleased(generation=3, waiting={1: "barrier"}, reason="rank 0 raised"))
+    reply(run, 1, Remote("GroupGone", released=True, is_begun=False))
+    with pytest.raises(CellFailed) as caught:
+        run.result()
+    assert list(caught.value.errors) == [0]
+    assert caught.value.notes == ["rank 1 had not begun the cell when its group broke"]
+
+
 def test_a_cell_whose_ranks_were_all_released_says_why_the_group_was_broken():
     """Nobody raised: another rank was lost, or the user interrupted it."""
     run = cell(0, 1)
@@ -264,6 +276,7 @@ def test_an_engine_that_dies_ends_the_cell_with_all_that_is_known_of_it():
     died = caught.value
     assert (died.slot, died.rank, died.pid, died.signal) == (2, 1, 102, "SIGKILL")
     assert died.last_lines == ["last words"]
+    assert died.at.count(":") == 2
     assert died.errors == {1: died}
 
 
@@ -474,7 +487,8 @@ def test_a_cell_is_asked_for_sent_and_ended():
     begin, over = link.heard
     assert (begin.code, begin.ranks, begin.once) == ("print('hello')", (0, 1), True)
     assert client.sent == [
-        (engine_id, "print('hello')", {METADATA: {"cell": begin.cell}}) for engine_id in (10, 12)
+        (engine_id, "print('hello')", {METADATA: {"cell": begin.cell, "generation": 3}})
+        for engine_id in (10, 12)
     ]
     assert result.outputs == {0: "hello\n", 1: "hello\n"}
     assert (over.cell, over.succeeded) == (begin.cell, True)

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from nbdist import gpus
-from nbdist.gpus import Gpus, count_gpus, default_num_engines, num_cores, visible_names
+from nbdist.gpus import (
+    Gpus,
+    count_gpus,
+    default_num_engines,
+    num_cores,
+    own_use,
+    visible_names,
+)
 from nbdist.protocol.ids import Slot
 from nbdist.supervisor import devices
 from nbdist.supervisor.devices import SlotDevice, engine_environment, offered_slots
@@ -97,6 +104,25 @@ def test_engines_by_default_are_gpus_or_else_cores(host):
     assert default_num_engines() == 3
     host(None)
     assert default_num_engines() == num_cores() >= 1
+
+
+@pytest.mark.parametrize("cuda", [None, SimpleNamespace(is_initialized=lambda: False)])
+def test_a_notebook_without_a_gpu_of_its_own_is_not_warned(monkeypatch, cuda):
+    """It has not loaded torch, or has, and computed on the CPU."""
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
+    assert own_use() == ()
+
+
+def test_a_notebook_that_holds_gpu_memory_is_told(monkeypatch):
+    """accelerate#182, #3925: CUDA in the kernel breaks nothing, since it is never forked; but it
+    takes memory from the engines."""
+    held = {0: 3 * 2**20, 1: 2**20}
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True, device_count=lambda: 2, memory_reserved=held.__getitem__
+    )
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
+    (text,) = own_use()
+    assert "4 MiB" in text
 
 
 @pytest.mark.parametrize(

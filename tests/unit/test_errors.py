@@ -89,6 +89,10 @@ def test_a_failed_cell_without_particulars_is_its_message():
             "rank 1 (slot 3, pid 42) ended by SIGKILL; out of memory",
         ),
         (
+            {"signal": "SIGKILL", "at": "14:03:07", "guess": "why"},
+            "rank 1 (slot 3, pid 42) ended by SIGKILL at 14:03:07; why",
+        ),
+        (
             {"exit_code": 3, "last_lines": ["a", "b"]},
             "rank 1 (slot 3, pid 42) exited with code 3\nLast lines of its output:\n  a\n  b",
         ),

@@ -269,13 +269,14 @@ def test_a_setting_that_the_session_refuses_is_a_usage_error(shell, session):
         run(shell, "%dist_init")
 
 
-@pytest.mark.usefixtures("cluster")
-def test_status_shows_ranks_and_what_was_not_restored(shell, capsys):
-    """One row a rank, then a line for each name that a rank lacks."""
+def test_status_shows_ranks_and_what_was_not_restored(shell, cluster, capsys):
+    """One row a rank, then a line for each name that a rank lacks, and warnings."""
+    cluster.warnings = ["fork is not possible"]
     run(shell, "%dist_status")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9
+    assert len(lines) == 10
     assert lines[5] == "Not restored on rank 0: opt (why)"
+    assert lines[9] == "Warning: fork is not possible"
 
 
 def test_shutdown_and_reset_end_the_cluster(shell, cluster):

@@ -156,7 +156,8 @@ def test_an_environment_names_a_directory(value, found):
 
 
 def test_processes_are_found_below_the_root_that_is_asked_for(rundir, monkeypatch):
-    """Also where this process would make its own directories elsewhere by now."""
+    """Also where this process would make its own directories elsewhere by now; and never those of
+    another user (ipyparallel PR#571)."""
     root = runtime_root()
     env = {**os.environ, RUNDIR_VARIABLE: str(rundir.path)}
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env)
@@ -165,6 +166,9 @@ def test_processes_are_found_below_the_root_that_is_asked_for(rundir, monkeypatc
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(rundir.path / "logs"))
         assert rundir.path not in processes_by_rundir()
         assert [p.pid for p in processes_by_rundir(root)[rundir.path]] == [sleeper.pid]
+        with monkeypatch.context() as another:
+            another.setattr(os, "getuid", lambda: os.geteuid() + 1)
+            assert processes_by_rundir(root) == {}
         ended = end_processes(rundir.path)
         assert (ended.pids, ended.left) == ((sleeper.pid,), ())
     finally:

@@ -119,6 +119,32 @@ def test_make_lists_every_target_that_it_has():
     assert set(phony.split()) == make_targets().keys()
 
 
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_make_installs_once(tmp_path, target):
+    """The first call of a target installs, the second does not, and one after a change of what is
+    to be installed does again."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def recipe():
+        command = ["make", "--dry-run", target]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+
+    first = recipe()
+    assert "pip install" in first
+    (stamp,) = set(re.findall(r"^touch (\S+)$", first, flags=re.MULTILINE))
+    (tmp_path / stamp).parent.mkdir()
+    (tmp_path / stamp).touch()
+    assert "pip install" not in recipe()
+    with (tmp_path / "constraints.txt").open("a") as constraints:
+        constraints.write("another==1.0\n")
+    assert "pip install" in recipe()
+
+
 def test_ci_run_calls_make_ci_and_nothing_else():
     """CI runs what everybody can run."""
     script = ROOT / ".ci" / "run"
