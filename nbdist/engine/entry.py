@@ -155,6 +155,7 @@ class Engine:
             case od.ReplayJournal():
                 await self._replay(order)
             case od.BreakGroup(generation=generation):
+                self._runs.stand()
                 self._forget_errors()
                 self._groups.destroy()
                 self._agent.tell(
@@ -170,7 +171,7 @@ class Engine:
                 self._giving.receive(order)
             case od.EndEngine():
                 self._app.loop.stop()
-            case rn.BindRun() | rn.GoOn() | rn.HoldRun() | rn.SetRun() | rn.EndRun():
+            case rn.BindRun() | rn.GoOn() | rn.HoldRun() | rn.EndRun():
                 self._runs.take(order)
 
     def push(self, packed: dict[str, bytes]) -> None:

@@ -83,6 +83,8 @@ class Port:
     def __init__(self, ground: Ground, spec: rn.RunSpec, trainer: Drivable) -> None:
         self._ground = ground
         self.spec, self.trainer = spec, trainer
+        self._number = 0
+        """Of the last order to go on."""
         self.go_until: int | None = None
         """Train until so many steps are committed; None: stand and wait."""
         self.is_over = False
@@ -140,9 +142,11 @@ class Port:
 
     def hold(self, step: int) -> None:
         """The loop stands, `step` steps being committed. Said once for each `GoOn`."""
-        if self.go_until is None:
-            return
-        self._stand()
+        if self.go_until is not None:
+            self.stand()
+            self._say_held(step)
+
+    def _say_held(self, step: int) -> None:
         self._ground.tell(
             rn.RunHeld(
                 slot=self._ground.slot,
@@ -150,6 +154,7 @@ class Port:
                 generation=Generation(self.generation),
                 run=self.spec.run,
                 step=step,
+                number=self._number,
             )
         )
 
@@ -182,7 +187,7 @@ class Port:
                     error=str(error).splitlines()[0] if str(error) else type(error).__name__,
                 )
             )
-        self._stand()
+        self.stand()
         self._ground.tell(
             rn.StepBroken(
                 slot=self._ground.slot, run=self.spec.run, generation=generation, step=step
@@ -201,7 +206,7 @@ class Port:
         if self.is_over:
             return
         self.is_over = True
-        self._stand()
+        self.stand()
         self.say(
             rn.RunRaised(
                 slot=self._ground.slot, pid=os.getpid(), run=self.spec.run, fault=_fault_of(error)
@@ -213,7 +218,7 @@ class Port:
         if self.is_over:
             return
         self.is_over = True
-        self._stand()
+        self.stand()
         self.say(rn.RunLeft(slot=self._ground.slot, pid=os.getpid(), run=self.spec.run, step=step))
 
     # ---- what others call
@@ -247,18 +252,23 @@ class Port:
                 rn.StepsCommitted(slot=self._ground.slot, run=self.spec.run, rows=data)
             )
 
-    def go_on(self, until: int) -> None:
-        """Train until so many steps are committed."""
-        self.go_until, self.wants_hold = until, False
+    def go_on(self, order: rn.GoOn) -> None:
+        """Train until so many steps are committed; said again, it is the same order."""
+        if order.number != self._number:
+            self.go_until, self.wants_hold, self._number = order.until, False, order.number
+            self.settings += [{"lr": order.lr}] if order.lr is not None else []
+        elif self.go_until is None:
+            self._say_held(self.trainer.step)
 
     def end(self, fault: rn.RunFault | None) -> None:
         """The run is over."""
-        self._stand()
+        self.stand()
         if fault is not None and not self.is_over:
             self.fault = RunEnded(f"{fault.kind}: {fault.message}")
         self.is_over = True
 
-    def _stand(self) -> None:
+    def stand(self) -> None:
+        """Train no more until told to; the group is broken, the run over, or it was said so."""
         self.go_until, self.wants_hold, self.begun = None, False, None
         self.flush()
 

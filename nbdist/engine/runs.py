@@ -136,17 +136,20 @@ class Runs:
         if port is None or port.spec.run != run:
             return
         match order:
-            case rn.GoOn(generation=generation, until=until):
+            case rn.GoOn(generation=generation):
                 if generation == self.groups.generation:
-                    port.go_on(until)
+                    port.go_on(order)
             case rn.HoldRun():
                 port.wants_hold = True
-            case rn.SetRun(lr=lr):
-                port.settings.append({"lr": lr})
             case rn.EndRun(fault=fault):
                 port.end(fault)
                 self.port = None
         self._news.set()
+
+    def stand(self) -> None:
+        """The group is gone: train no more before there is another one."""
+        if self.port is not None:
+            self.port.stand()
 
     def prepare(self, spec: rn.RunSpec | None) -> int | None:
         """A group was formed under a run: the steps that its trainer has committed here.
@@ -186,32 +189,28 @@ class Runs:
     # ---- tasks
 
     def _bind_and_say(self, spec: rn.RunSpec) -> None:
-        trainer, fault, port = self._user_ns.get(spec.name), None, self.port
+        trainer, port = self._user_ns.get(spec.name), self.port
         is_other = port is not None and port.spec.run != spec.run
         if port is not None and is_other and (port.is_over or port.spec.cell is None):
             port.end(None)  # its end was lost with a supervisor: only one run is under way
-            self.port = port = None
+            self.port, is_other = None, False
+        fault = None
         if spec.name not in self._user_ns:
             fault = rn.RunFault(kind="NameError", message=f"name {spec.name!r} is not defined")
         elif not isinstance(trainer, Drivable):
             kind = type(trainer).__name__
             text = f"{spec.name} is a {kind}, not a nbdist.train.Trainer"
             fault = rn.RunFault(kind="TypeError", message=text)
-        elif port is not None and is_other:
+        elif is_other:
             fault = rn.RunFault(kind="WrongState", message="another run goes on here")
-        elif port is None:
+        elif self.port is None:
             self._bind(spec, trainer)
-        bound = rn.RunBound(
-            slot=self.slot,
-            pid=os.getpid(),
-            run=spec.run,
-            step=trainer.step if isinstance(trainer, Drivable) else 0,
-            fault=fault,
-        )
-        if self.port is not None and self.port.spec.run == spec.run:
-            self.port.say(bound)
         else:
-            self.tell(bound)
+            self.port.repeat()  # asked again by a supervisor that took over
+        if fault is not None:
+            self.tell(
+                rn.RunBound(slot=self.slot, pid=os.getpid(), run=spec.run, step=0, fault=fault)
+            )
 
     def _bind_if_here(self, spec: rn.RunSpec | None) -> Port | None:
         """A newcomer's trainer, made by the replay or given whole."""
@@ -222,6 +221,7 @@ class Runs:
 
     def _bind(self, spec: rn.RunSpec, trainer: Drivable) -> Port:
         self.port = Port(self, spec, trainer)
+        self.port.say(rn.RunBound(slot=self.slot, pid=os.getpid(), run=spec.run, step=trainer.step))
         task = asyncio.get_event_loop().create_task(self._drive(self.port), name="nbdist-run")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -63,6 +63,12 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     """It pauses when so many steps are committed."""
     fault: RunFault | None = None
     """Set where it failed."""
+    step: int = 0
+    """Committed steps where it stood last."""
+    number: int = 0
+    """Of the last order to go on."""
+    lr: float | None = None
+    """The base rate that it has set, if it has."""
     cells: tuple[CellId, ...] = ()
     """Cells that run; until they are over it stands, but for its own."""
 
@@ -94,7 +100,7 @@ class SteerRun(RunMessage, frozen=True, kw_only=True):
 class SetRun(RunMessage, frozen=True, kw_only=True):
     """Change a setting at the next step boundary, on all ranks the same one.
 
-    Answered with `Done` when it is ordered; sent on to the agents at the boundary.
+    Answered with `Done` when it is ordered; the agents are told with the next order to go on.
     """
 
     run: RunId
@@ -178,6 +184,11 @@ class GoOn(RunMessage, frozen=True, kw_only=True):
     generation: Generation
     """Only in the group of this generation."""
     until: int
+    number: int
+    """Counts the orders to go on of a run. One that is told again is carried out once: who stands
+    already says so again."""
+    lr: float | None = None
+    """Change the base rate to this before. With this order, so that all ranks do it or none."""
 
 
 class HoldRun(RunMessage, frozen=True, kw_only=True):
@@ -193,7 +204,7 @@ class EndRun(RunMessage, frozen=True, kw_only=True):
     fault: RunFault | None = None
 
 
-RunOrder = BindRun | GoOn | HoldRun | SetRun | EndRun
+RunOrder = BindRun | GoOn | HoldRun | EndRun
 """What an agent may be ordered to do with a run."""
 
 
@@ -232,6 +243,8 @@ class RunHeld(Event, frozen=True, kw_only=True):
     generation: Generation
     run: RunId
     step: int
+    number: int
+    """Of the order to go on that has come to its end by it."""
 
 
 class StepsCommitted(Event, frozen=True, kw_only=True):

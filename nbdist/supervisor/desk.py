@@ -177,7 +177,7 @@ class Desk:
     def admitted(self, cell: CellId, answer: od.CellAdmitted | od.Refused) -> None:
         """A `BeginCell` is answered."""
         if cell not in self._cells:  # given up by the kernel meanwhile
-            self._machine.gate.end(cell, time.monotonic())
+            self._machine.end_cell(cell, self._journal.length, time.monotonic())
             return
         waiter, order = self._cells.pop(cell)
         if isinstance(answer, od.CellAdmitted) and not order.once:
@@ -220,9 +220,7 @@ class Desk:
     def _attach(self, waiter: Waiter, order: od.Attach, now: float) -> None:
         machine = self._machine
         self._kernels.add(waiter.identity)
-        machine.gate.open |= set(order.open_cells)
-        for cell in machine.gate.open - set(order.open_cells):
-            machine.end_cell(cell, self._journal.length, now)
+        machine.attach(order.open_cells, self._journal.length, now)
         self._answer(waiter, view_of(machine))
         for loss in self._losses:  # before it was there; what it knows already it passes over
             self._send(waiter.identity, loss)

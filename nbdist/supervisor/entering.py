@@ -28,6 +28,11 @@ class Entering:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def cells(self) -> set[CellId]:
+        """Cells that have come to such a loop somewhere."""
+        return {event.cell for event in self._waiting.values()}
+
     def has_begun(self, cell: CellId, loop: int) -> bool:
         """Whether this loop of the cell, or a later one, has begun at some time."""
         return loop <= self._begun.get(cell, -1)

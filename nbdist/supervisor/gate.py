@@ -73,7 +73,8 @@ class Gate:
         return out
 
     def end(self, cell: CellId, now: float) -> None:
-        """A cell is over."""
+        """A cell is over, or not wanted any more."""
+        self.waiting = [waiting for waiting in self.waiting if waiting.cell != cell]
         self.open.discard(cell)
         self.ranks.pop(cell, None)
         self.failed.pop(cell, None)

@@ -44,6 +44,8 @@ class Run:
     """Pause when so many steps are committed."""
     is_going: bool = False
     """Members were told to go on, and have not all come to a stand."""
+    number: int = 0
+    """Of the last order to go on."""
     is_hold_ordered: bool = False
     is_paused: bool = False
     is_stopping: bool = False
@@ -53,7 +55,10 @@ class Run:
     """An own loop: newcomers that have come to it."""
     left: dict[Slot, Place] = field(default_factory=dict)
     """An own loop: who left it early."""
-    settings: list[rn.SetRun] = field(default_factory=list)
+    wanted_lr: float | None = None
+    """To be set with the next order to go on."""
+    lr: float | None = None
+    """What the last order to go on has set."""
     fault: rn.RunFault | None = None
     progress: Progress = field(default_factory=lambda: Progress(0))
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -68,7 +73,7 @@ class Run:
     @property
     def wants_stand(self) -> bool:
         """Whether the user wants something that takes place at a boundary."""
-        return self.is_paused or self.is_stopping or bool(self.settings)
+        return self.is_paused or self.is_stopping or self.wanted_lr is not None
 
     @property
     def will_go(self) -> bool:
@@ -93,5 +98,8 @@ class Run:
             stands=not self.is_going,
             until=self.until,
             fault=self.fault,
+            step=self.step,
+            number=self.number,
+            lr=self.lr,
             cells=cells,
         )

@@ -116,7 +116,7 @@ class Runs:
         run = self.present
         if run is None or run.spec.run != order.run:
             return self._why_over(order.run)
-        run.settings.append(order)
+        run.wanted_lr = order.lr
         return ""
 
     def _why_over(self, name: RunId) -> str:
@@ -139,8 +139,10 @@ class Runs:
     def held(self, event: rn.RunHeld, membership: Membership, now: float) -> str:
         """A member stands; what is wrong with it, in words, or nothing."""
         run = self.present
-        if run is None or run.spec.run != event.run or not run.is_going:
+        if run is None or (run.spec.run, run.number) != (event.run, event.number):
             return ""
+        if not run.is_going:
+            return ""  # said again
         run.held[event.slot] = Place(event.step, now)
         return self._come_to_stand(run, membership)
 
@@ -148,6 +150,7 @@ class Runs:
         """An own loop was left early on one engine; what is wrong with it, or nothing."""
         run = self.present
         if run is None or run.spec.run != event.run:
+            self._tell(event.slot, rn.EndRun(run=event.run))  # it was not told of the end
             return ""
         run.left[event.slot] = Place(event.step, now)
         if len(run.leavers(membership)) < membership.world_size:
@@ -247,10 +250,6 @@ class Runs:
             return
         if run.state == "binding" and not self._bind_or_refuse(run, membership):
             return
-        for setting in run.settings:
-            for slot in membership.slots:
-                self._tell(slot, setting)
-        run.settings = []
         if run.until is not None and run.step >= run.until:
             run.is_paused, run.until = True, None
         if run.step >= run.target:
@@ -270,7 +269,8 @@ class Runs:
             text = f"rank {ranks} left the training loop while the others trained on"
             self.end("failed", membership, rn.RunFault(kind="WrongState", message=text))
             return
-        run.state, run.is_going = "running", True
+        run.state, run.is_going, run.number = "running", True, run.number + 1
+        run.lr, run.wanted_lr = run.wanted_lr, None
         for slot in membership.slots:
             self.tell_again(slot, membership)
 
@@ -282,7 +282,14 @@ class Runs:
         if run is None or not run.is_going or slot in run.held:
             return
         until = run.target if run.until is None else run.until
-        self._tell(slot, rn.GoOn(spec=run.spec, generation=membership.generation, until=until))
+        order = rn.GoOn(
+            spec=run.spec,
+            generation=membership.generation,
+            until=until,
+            number=run.number,
+            lr=run.lr,
+        )
+        self._tell(slot, order)
         if run.is_hold_ordered:
             self._tell(slot, rn.HoldRun(run=run.spec.run))
 
@@ -349,8 +356,9 @@ class Runs:
             run = Run(view.spec, 0, state=view.state, target=view.target)
             run.progress = Progress(None)
             run.progress.add(Slot(-1), rows(view.spec.run))
-            run.step = run.progress.step
+            run.step = view.step
             run.until, run.fault, run.is_going = view.until, view.fault, not view.stands
+            run.number, run.lr = view.number, view.lr
             if view.spec.cell is not None:
                 self.entering.note(view.spec.cell, loop_of(view.spec.run))
             if run.is_over:

@@ -18,7 +18,7 @@ from nbdist.supervisor.seats import End, SeatState
 from nbdist.supervisor.world import WAY_OUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from nbdist.protocol.ids import CellId, Generation, RunId, Slot
     from nbdist.supervisor.handover import HandoverEvent
@@ -152,7 +152,10 @@ class Machine(Deadlines):
         """A cell is over, and the journal is this long now."""
         self.gate.end(cell, now)
         self.roster.journal_length = journal_length
+        was_going = self.runs.is_going and self.runs.cell == cell
         self.runs.end_cell(cell, self.membership)
+        if was_going and self.phase is Phase.RUNNING:
+            self._break("a cell is over for the notebook while it trained", now)
         self._go_on(now)
 
     def interrupt(self, cell: CellId, now: float) -> None:
@@ -163,6 +166,14 @@ class Machine(Deadlines):
         self.gate.interrupt(cell, now)
         for slot in self.membership.slots:
             self._tell(slot, od.InterruptMain(cell=cell))
+
+    def attach(self, open_cells: Iterable[CellId], journal_length: int, now: float) -> None:
+        """A kernel says which of its cells run; a supervisor that took over may know others."""
+        self._knows_cells = True
+        self.gate.open |= set(open_cells)
+        gone = (self.gate.open | self.runs.entering.cells) - set(open_cells)
+        for cell in gone:
+            self.end_cell(cell, journal_length, now)
 
     def cell_failed(self, event: ev.CellFailedOnRank, now: float) -> None:
         """A cell raised on one engine: nobody waits for it at a training loop any more."""
@@ -235,7 +246,7 @@ class Machine(Deadlines):
         ranks = self.gate.ranks.get(event.cell)
         if self.phase is Phase.FAILED:
             return self.why_failed
-        if event.cell in self.gate.ended:
+        if self._knows_cells and event.cell not in self.gate.open:
             return "the cell is over for the notebook"
         if self.gate.failed_slots(event.cell) - {event.slot}:
             return RAISED_ELSEWHERE
@@ -247,6 +258,7 @@ class Machine(Deadlines):
         """The user's code raised on one rank: the run is over, and who waits for it is freed."""
         run = self.runs.present
         if run is None or run.spec.run != event.run:
+            self._tell(event.slot, rn.EndRun(run=event.run))  # it was not told of the end
             return
         is_wanted = run.spec.cell is not None and run.spec.cell in self.gate.interrupted
         self._end_run("stopped" if is_wanted else "failed", event.fault, now)
@@ -272,6 +284,7 @@ class Machine(Deadlines):
             now: the time.
             rows: the committed steps of a run, as they were written down.
         """
+        self._knows_cells = False
         self.runs.take_up(view.runs, rows)
         self.gate.open |= {cell for run in view.runs for cell in run.cells}
         self.membership = view.membership

@@ -65,6 +65,8 @@ class World:
         """Newcomers that the kernel was asked to send the cell that trains."""
         self._form_failures = 0
         self._uncuttable: set[Slot] = set()
+        self._knows_cells = True
+        """Whether a kernel has said which cells run, since this supervisor took over."""
         self.notes: tuple[str, ...] = ()
         """What the user should know about how engines are started."""
 
