@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from nbdist.engine import emit
 from nbdist.errors import WrongState
 from nbdist.protocol.story import Evaluation
+from nbdist.protocol.telemetry import Kind
 from nbdist.train.randomness import Kept, seed_all, seed_of
 from nbdist.train.rates import set_base_rate
 from nbdist.train.step import Step, forget
@@ -75,6 +77,7 @@ def own(state: State, port: RunPort) -> Iterator[Step]:
 
 def train(state: State, step: Step) -> None:
     """The body of a step where the user has written none."""
+    step.vote_early()
     with step:
         for batch in step.batches():
             step.backward(state.objective(state.module, batch))
@@ -127,6 +130,7 @@ def _is_due(state: State, port: RunPort) -> bool:
 def _is_ready(state: State, port: RunPort) -> bool:
     """Do what comes before a step; False where the group broke in it."""
     state.exchange.begin(port.rank, port.world_size)
+    emit.begin_step(state.step, port.generation, attempt=state.attempt)
     try:
         if state.step == 0 and port.world_size > 1:
             port.begin_step(state.step, patient=True)
@@ -156,8 +160,9 @@ def _take_from_first(state: State) -> None:
 
 def _evaluate(state: State, port: RunPort) -> None:
     assert state.evaluator is not None
-    exchange = state.exchange
+    exchange, began_ns = state.exchange, time.perf_counter_ns()
     seed_all(seed_of(state.recipe.seed, state.step, exchange.place.at, 2), state.device)
     metrics = state.evaluator.run(state.module, state.device, exchange.place, exchange.sum_)
+    emit.span(Kind.EVALUATE, began_ns, time.perf_counter_ns())
     state.evaluated = state.step, port.generation
     port.evaluated(Evaluation(step=state.step, at=time.monotonic(), metrics=metrics))

@@ -42,8 +42,9 @@ def seed_of(*key: int) -> int:
 
 def seed_all(seed: int, device: torch.device) -> None:
     """Seed the global generators."""
-    for generator in _torch_generators(device):
-        generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
 

@@ -17,6 +17,7 @@ from nbdist.train.loading import Loader, Part, check_data
 from nbdist.train.objective import Objective
 from nbdist.train.randomness import seeded
 from nbdist.train.sampling import Sampling, share
+from nbdist.train.vote import FIRST_BUFFER
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,12 +45,16 @@ class State:
         self.optimizer = recipe.make_optimizer(self.module)
         self.scheduler = recipe.make_scheduler(self.optimizer)
         self.buffers = Buffers(self.module)
-        self.exchange = recipe.strategy.exchange(self.module)
+        self.exchange = recipe.strategy.exchange(
+            self.module, num_votes=FIRST_BUFFER + len(self.buffers)
+        )
         self.evaluator: Evaluator | None = None
         if recipe.evaluate is not None:
             self.evaluator = Evaluator(
                 recipe.evaluate, self.objective, collate=recipe.collate, batch=recipe.global_batch
             )
+        self._cut: tuple[tuple[int, ...], list[Part]] = (), []
+        """The latest step's batches of this rank, and which step and rank that is."""
         self.registered: dict[str, Any] = {}
         self.step = 0
         """Committed steps."""
@@ -77,6 +82,12 @@ class State:
 
         A rank whose share is empty takes the batch's first sample, which does not count.
         """
+        key = (step, *self.exchange.place)
+        if self._cut[0] != key:
+            self._cut = key, self._cut_share(step)
+        return self._cut[1]
+
+    def _cut_share(self, step: int) -> list[Part]:
         batch = self.sampling.batch(step)
         mine = share(len(batch), *self.exchange.place)
         num = mine.stop - mine.start

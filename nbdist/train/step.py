@@ -1,7 +1,7 @@
 """One attempt at one step: its batches, its backward passes, its vote and its commit.
 
 Runs in the engine's main thread. `with step:` ends in the vote, a small sum over all ranks after
-the gradients; whoever has its result applies the step.
+the gradients, or with them where the body is the trainer's own; whoever has both applies the step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from nbdist.train.loading import to_device
 from nbdist.train.objective import weigh
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import present_rate
+from nbdist.train.stamps import Stamps
+from nbdist.train.vote import COUNT, FIRST_BUFFER, HOLD, LOSS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from nbdist.train.ports import RunPort
     from nbdist.train.state import State
 
-LOSS, COUNT, HOLD, FIRST_BUFFER = range(4)
-"""Places in the vote; one for each buffer follows."""
 _FULL = (torch.float32, torch.float64)
 
 
@@ -67,14 +67,17 @@ class Step:
         self._num_parts = len(parts)
         self._first = parts[0].first
         pieces = [part.indices for part in parts]
-        self.indices: NDArray[np.int64] = (
-            pieces[0][:0] if self._is_empty else np.concatenate(pieces)
-        )
+        if self._is_empty:
+            pieces = [pieces[0][:0]]
+        self.indices: NDArray[np.int64] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         self._num_begun = self._num_done = 0
         """Batches given out; those of them that have gone backward."""
         self._samples = 0.0
         """In the present batch."""
         self._loss = self._count = 0.0
+        self._votes_early = False
+        self._result: list[float] | None = None
+        """The vote of all ranks, once it is there."""
         self._phase = "new"
         self._autocast = state.objective.autocast(state.device)
         self.is_held = False
@@ -82,6 +85,14 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<step {self.number}, attempt {self.attempt}, generation {self.generation}>"
+
+    def vote_early(self) -> None:
+        """Before the body: nothing in it can fail after its last backward pass.
+
+        The vote then goes along with the gradients. It must not in a body of the user's: one rank's
+        error would come too late for the others, who had committed.
+        """
+        self._votes_early = True
 
     # ---- what the body calls
 
@@ -91,12 +102,15 @@ class Step:
         if self._num_begun:
             raise WrongState("step.batches() was called before in this step; go through it once")
         state = self._state
+        self._stamps.next_part()
         for part, batch in state.loader.batches(self.number, state.parts):
             if self._num_done < self._num_begun:
                 raise WrongState(_NOT_BACKWARD)
+            self._stamps.data()
             self._num_begun += 1
             self._samples = float(len(part.indices))
             yield batch if state.device.type == "cpu" else to_device(batch, state.device)
+            self._stamps.next_part()
         if self._num_done < self._num_begun:
             raise WrongState(_NOT_BACKWARD)
 
@@ -128,11 +142,15 @@ class Step:
         self._loss += weighed.value.item() * weighed.factor * weight
         self._count += weighed.weight * weight
         weight *= weighed.factor / (self._num_global * self._state.unit)
-        value = weighed.value
-        scaled = (value if value.dtype in _FULL else value.float()) * weight
+        value = weighed.value if weighed.value.dtype in _FULL else weighed.value.float()
         is_last = self._num_begun == self._num_parts
+        vote = self._vote() if is_last and self._votes_early else None
+        self._stamps.forward()
         with self._state.objective.autocast(self._state.device, is_suspended=True):
-            self._state.exchange.backward(scaled, is_last=is_last)
+            ready_ns, self._result = self._state.exchange.backward(
+                value, weight, is_last=is_last, vote=vote
+            )
+        self._stamps.backward(ready_ns)
         self._num_done += 1
 
     def generator(self, index: int) -> torch.Generator:
@@ -151,6 +169,7 @@ class Step:
         if self._phase != "new":
             raise WrongState("a step runs once; the loop yields the next one")
         self._phase = "body"
+        self._stamps = Stamps()
         state = self._state
         state.clear_gradients()
         seed_all(seed_of(state.recipe.seed, self.number, self._first), state.device)
@@ -184,6 +203,7 @@ class Step:
         """Undo what the attempt did; whether it is to be repeated."""
         state = self._state
         self._phase = "over"
+        self._stamps.broken()
         state.loader.forget()
         state.clear_gradients()
         state.buffers.put_back()
@@ -198,12 +218,13 @@ class Step:
         """Vote, then apply."""
         self._check_done()
         state, exchange = self._state, self._state.exchange
-        changed = state.buffers.changed()
-        vote = torch.tensor(
-            [self._loss, self._count, float(self._port.wants_hold), *changed], dtype=torch.float64
-        )
-        exchange.sum_(vote)
-        result = vote.tolist()
+        result = self._result
+        if result is None:
+            self._stamps.next_part()
+            vote = torch.tensor(self._vote(), dtype=torch.float64)
+            exchange.sum_(vote)
+            result = vote.tolist()
+        self._stamps.vote()
         changed = result[FIRST_BUFFER:]
         loss = result[LOSS] / result[COUNT] if result[COUNT] > 0 else math.nan
         is_applied = math.isfinite(loss)
@@ -220,9 +241,15 @@ class Step:
             state.buffers.put_back()
             state.num_skipped += 1
         self._step_scheduler(is_applied)
+        self._stamps.update()
         self._phase = "over"
         self.is_held = result[HOLD] > 0
         self._count_in(loss, rate)
+
+    def _vote(self) -> list[float]:
+        """What this rank says."""
+        hold = float(self._port.wants_hold)
+        return [self._loss, self._count, hold, *self._state.buffers.changed()]
 
     def _apply(self, count: float) -> bool:
         """Update the parameters, unless the gradient is not finite."""
@@ -238,6 +265,7 @@ class Step:
             torch._foreach_mul_(gradients, state.unit / unit)
         if state.recipe.clip_norm is not None:
             norm = torch.nn.utils.get_total_norm(gradients)
+            self._stamps.norm(norm.item())
             if not math.isfinite(norm.item()):
                 return False
             torch.nn.utils.clip_grads_with_norm_(
@@ -265,6 +293,8 @@ class Step:
         state.committed_at, state.is_warm = now, True
         state.step, state.attempt = self.number + 1, 0
         place = state.exchange.place
+        mine = self._loss / self._count if self._count else math.nan
+        self._stamps.committed(len(self.indices), mine)
         port.committed(
             (
                 self.number,

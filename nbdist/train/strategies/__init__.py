@@ -3,7 +3,7 @@
 Runs in the engine's main thread.
 """
 
-from nbdist.train.strategies.base import Exchange, Place, Strategy
+from nbdist.train.strategies.base import Exchange, Place, Strategy, Summed
 from nbdist.train.strategies.data_parallel import DataParallel
 
-__all__ = ["DataParallel", "Exchange", "Place", "Strategy"]
+__all__ = ["DataParallel", "Exchange", "Place", "Strategy", "Summed"]

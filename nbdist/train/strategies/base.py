@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 
@@ -19,6 +21,15 @@ class Place(NamedTuple):
 
     at: int
     num_places: int
+
+
+class Summed(NamedTuple):
+    """What came of a backward pass."""
+
+    ready_ns: int
+    """When this rank's own gradients were complete, by `time.perf_counter_ns`."""
+    vote: list[float] | None
+    """The vote that went along, summed over all ranks; None where none did."""
 
 
 class Exchange(Protocol):
@@ -30,10 +41,16 @@ class Exchange(Protocol):
     def begin(self, rank: int, world_size: int) -> None:
         """An attempt at a step begins, in a group of this size. Does no communication."""
 
-    def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add to the gradients.
+    def backward(
+        self, loss: Tensor, weight: float, *, is_last: bool, vote: Sequence[float] | None = None
+    ) -> Summed:
+        """Add the gradients of `loss * weight`.
 
-        `is_last`: and sum them over all ranks; they are complete when it returns.
+        Args:
+            loss: a tensor with one element.
+            weight: what it counts.
+            is_last: sum the gradients over all ranks; they are complete when this returns.
+            vote: with the last: to be summed too, at little cost.
         """
 
     def sum_(self, tensor: Tensor) -> None:
@@ -52,5 +69,5 @@ class Strategy(Protocol):
     def check(self, global_batch: int) -> None:
         """Raise ValueError where the settings do not fit the trainer."""
 
-    def exchange(self, module: nn.Module) -> Exchange:
-        """The working half, for this module."""
+    def exchange(self, module: nn.Module, num_votes: int) -> Exchange:
+        """The working half, for this module and votes of so many numbers."""

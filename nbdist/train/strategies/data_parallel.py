@@ -4,12 +4,14 @@ Gradients are summed by torch's DistributedDataParallel, bucket by bucket while 
 goes on. The module itself is called and not the wrapper: its reducer is told of a backward pass
 when it begins, not of a forward pass, so a model may be called in any way and as often as the user
 likes, and which pass exchanges gradients is decided where it cannot be missed. Runs in the engine's
-main thread.
+main thread; a sum's end is stamped in whichever of torch's threads it comes.
 """
 
 # No `from __future__ import annotations`: DistributedDataParallel reads the hook's annotations.
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.engine import emit
+from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_positive, check_whole
-from nbdist.train.strategies.base import Place
+from nbdist.train.strategies.base import Place, Summed
+from nbdist.train.vote import join, split
 
 DEFAULT_BUCKET_MB = 25
 """torch's own. With it, torch makes the first bucket smaller, so that sums begin early."""
@@ -53,17 +58,17 @@ class DataParallel:
     def check(self, global_batch: int) -> None:
         """Any batch will do."""
 
-    def exchange(self, module: nn.Module) -> "Replicas":
+    def exchange(self, module: nn.Module, num_votes: int) -> "Replicas":
         """The working half."""
-        return Replicas(self, module)
+        return Replicas(self, module, num_votes)
 
 
 class Replicas:
     """Sums gradients over the ranks, each of which holds a replica."""
 
-    def __init__(self, settings: DataParallel, module: nn.Module) -> None:
+    def __init__(self, settings: DataParallel, module: nn.Module, num_votes: int) -> None:
         self.place = Place(0, 1)
-        self._settings, self._module = settings, module
+        self._settings, self._module, self._num_votes = settings, module, num_votes
         self._ddp: DistributedDataParallel | None = None
         self._buckets = _Buckets()
 
@@ -73,20 +78,31 @@ class Replicas:
         if world_size > 1 and self._ddp is None:
             self._ddp = self._wrap()
 
-    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+    def backward(
+        self, loss: Tensor, weight: float, *, is_last: bool, vote: Sequence[float] | None = None
+    ) -> Summed:
         """Add to the gradients; with the last, sum them over all ranks."""
+        gradient = torch.full_like(loss, weight)
         if not is_last or self.place.num_places == 1:
-            loss.backward()
-            return
+            loss.backward(gradient)
+            return Summed(perf_counter_ns(), None if vote is None else list(vote))
         assert self._ddp is not None
+        carrier: _Carrier = self._ddp.module
+        mine = torch.from_numpy(split(vote or [0.0] * self._num_votes))
+        votes = carrier.votes.view(2, -1)  # no leaf, so that the reducer finds it in the graph
         reducer: Any = self._ddp.reducer
         reducer.prepare_for_forward()
         reducer._rebuild_buckets()  # noqa: SLF001 - what the wrapper's own forward does
-        reducer.prepare_for_backward([loss] if self._settings.find_unused else [])
-        self._buckets.is_complete = False
-        loss.backward()
-        if not self._buckets.is_complete:
+        reducer.prepare_for_backward([loss, votes] if self._settings.find_unused else [])
+        self._clear(carrier)
+        torch.autograd.backward([loss, votes], [gradient, mine.to(votes.device)])
+        ready_ns, summed = self._buckets.ready_ns, carrier.votes.grad
+        if ready_ns is None or summed is None:
             raise RuntimeError(self._unused())
+        return Summed(ready_ns, None if vote is None else join(summed.tolist()))
+
+    def _clear(self, carrier: "_Carrier") -> None:
+        carrier.votes.grad = self._buckets.ready_ns = None
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
@@ -105,7 +121,7 @@ class Replicas:
         """Nothing in here communicates: a newcomer does this when the others do not."""
         bucket_mb = self._settings.bucket_mb
         ddp = DistributedDataParallel(
-            self._module,
+            _Carrier(self._module, self._num_votes),
             init_sync=False,
             forward_sync_buffers=False,
             bucket_cap_mb=None if bucket_mb == DEFAULT_BUCKET_MB else bucket_mb,
@@ -128,11 +144,24 @@ class Replicas:
         )
 
 
+class _Carrier(nn.Module):
+    """The model, and what stands beside its parameters: its gradient is a rank's vote.
+
+    So votes are summed together with gradients, in a bucket of theirs.
+    """
+
+    def __init__(self, module: nn.Module, num_votes: int) -> None:
+        super().__init__()
+        self.module = module
+        device = next(module.parameters()).device
+        self.votes = nn.Parameter(torch.zeros(2 * num_votes, device=device))
+
+
 class _Buckets:
     """How far the sums of one backward pass are."""
 
-    is_complete = True
-    """The last bucket is on its way."""
+    ready_ns: int | None = None
+    """When all gradients of the last bucket were there."""
 
 
 def _sum_bucket(
@@ -140,15 +169,24 @@ def _sum_bucket(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
     """The hook: sums, where torch's own would average; losses are scaled beforehand."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
+    ready_ns = perf_counter_ns()
+    index, buffer = bucket.index(), bucket.buffer()
     if bucket.is_last():
-        state.is_complete = True
-    return work.get_future().then(_first)  # type: ignore[no-any-return]
+        state.ready_ns = ready_ns
+    work = dist.all_reduce(buffer, async_op=True)
+    launched_ns = perf_counter_ns()
+    assert work is not None
+    emit.span(Kind.BUCKET_READY, ready_ns, ready_ns, ident=index)
+    emit.span(Kind.BUCKET_LAUNCH, launched_ns, launched_ns, ident=index)
 
+    def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        summed = future.value()[0]
+        emit.span(
+            Kind.BUCKET_DONE, launched_ns, perf_counter_ns(), ident=index, value=buffer.nbytes
+        )
+        return summed
 
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
+    return work.get_future().then(done)  # type: ignore[no-any-return]
 
 
 def _on_backend(tensor: Tensor) -> None:
