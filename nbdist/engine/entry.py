@@ -158,6 +158,7 @@ class Engine:
                 self._runs.stand()
                 self._forget_errors()
                 self._groups.destroy()
+                self._agent.hello = self._hello()
                 self._agent.tell(
                     ev.GroupBroken(slot=self._slot, pid=os.getpid(), generation=generation)
                 )
@@ -297,7 +298,7 @@ class Engine:
             pid=os.getpid(),
             engine_id=EngineId(self._app.id),
             host=socket.gethostname(),
-            generation=Generation(self._groups.generation),
+            generation=Generation(self._groups.generation if dist.is_initialized() else 0),
             device=str(self._device),
             replayed=self._replayed,
         )

@@ -25,6 +25,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nbdist.engine import rebind, sockets
+from nbdist.engine.works import WORKS
 from nbdist.errors import GroupGone
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ FORM_TIMEOUT = timedelta(seconds=3)
 """For forming only; a member that does not come is told by the supervisor long before."""
 USER_TIMEOUT = timedelta(minutes=30)
 """torch's own default for collectives: one rank may prepare data for long while the others wait."""
+STUCK_AFTER_S = 0.05
+"""A collective that has not ended so long after its sockets were cut will not end."""
 UNBLOCK_LIMIT_S = 1.0
 """How long the agent's thread tries to free a main thread that forms a group."""
 NAMES_PER_GENERATION = 1_000_000
@@ -61,6 +64,8 @@ class Groups:
         self._forming: tuple[str, int, int] | None = None
         """Name, own rank and size of the group that the main thread is forming."""
         self._refs: list[sockets.SocketRef] = []
+        self._stuck: list[tuple[Any, list[Any]]] = []
+        """Groups that are kept until their last operations end."""
         self._gone: weakref.WeakSet[Any] = weakref.WeakSet()
         self._store: Any = None
         self._store_at: tuple[str, int] | None = None
@@ -107,6 +112,7 @@ class Groups:
         if generation == self.generation:
             self.cut_generation = generation
             sockets.cut(list(self._refs))
+            WORKS.give_up()
             self._was_cut.set()
             self._unblock()
 
@@ -143,6 +149,8 @@ class Groups:
         self._gone.update(distributed_c10d._world.pg_map)
         rebind.detach_all()
         sockets.cut(self._refs)
+        WORKS.give_up()
+        self._keep_stuck()
         dist.destroy_process_group()
         if any(map(sockets.is_open, self._refs)):
             # An error's frames hold the group in a cycle. What was imported before the fork is
@@ -151,6 +159,13 @@ class Groups:
         if any(map(sockets.is_open, self._refs)):
             log.info("something still refers to the group of generation %s", self.generation)
         self._refs = []
+
+    def _keep_stuck(self) -> None:
+        """A group in which an operation never ends (`works`) cannot be destroyed: it would wait."""
+        self._stuck = [(g, w) for g, w in self._stuck if not all(x.is_completed() for x in w)]
+        if works := WORKS.take_stuck(STUCK_AFTER_S):
+            log.warning("%s collectives of generation %s never end", len(works), self.generation)
+            self._stuck.append((dist.group.WORLD, works))
 
     # ---- what is wrapped in torch
 

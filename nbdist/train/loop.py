@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.engine import emit
+from nbdist.engine.works import WORKS
 from nbdist.errors import WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
@@ -152,7 +153,7 @@ def _take_from_first(state: State) -> None:
     """Before the first step, all ranks take the weights of rank 0."""
     for tensor in [*state.module.parameters(), *state.module.buffers()]:
         dense = tensor.detach().contiguous()
-        dist.broadcast(dense, 0)
+        WORKS.follow(dist.broadcast(dense, 0, async_op=True)).wait()
         if dense.data_ptr() != tensor.data_ptr():
             tensor.copy_(dense)
     state.buffers.keep_all()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.engine import emit
+from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_positive, check_whole
 from nbdist.train.strategies.base import Place, Summed
@@ -186,13 +187,13 @@ def _sum_bucket(
         )
         return summed
 
-    return work.get_future().then(done)  # type: ignore[no-any-return]
+    return WORKS.follow(work).then(done)
 
 
 def _on_backend(tensor: Tensor) -> None:
     """NCCL sums on its own devices alone."""
     if "gloo" in str(dist.get_backend_config()):
-        dist.all_reduce(tensor)
+        WORKS.follow(dist.all_reduce(tensor, async_op=True)).wait()
         return
     there = tensor.to(torch.device("cuda", torch.cuda.current_device()))
     dist.all_reduce(there)
