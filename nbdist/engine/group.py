@@ -70,6 +70,11 @@ class Groups:
         self._store: Any = None
         self._store_at: tuple[str, int] | None = None
 
+    def is_whole(self, generation: int) -> bool:
+        """Whether the group of `generation` is the present one, formed and not cut."""
+        is_present = generation == self.generation and dist.is_initialized()
+        return is_present and self.cut_generation != generation
+
     # ---- form and break
 
     def form(self, order: FormGroup, rank: int, backend: str) -> None:

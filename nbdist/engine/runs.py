@@ -137,7 +137,7 @@ class Runs:
             return
         match order:
             case rn.GoOn(generation=generation):
-                if generation == self.groups.generation:
+                if self.groups.is_whole(generation):
                     port.go_on(order)
             case rn.HoldRun():
                 port.wants_hold = True

@@ -80,7 +80,8 @@ def test_scaled_in_mid_run(cluster, until):
     engines = cluster(2)
     run = begin(engines, 200)
     for size in (4, 3, 4):
-        until(lambda: passed(run, len(run.history["step"]) + 5), 20, "the run goes on")
+        mark = len(run.history["step"]) + 5
+        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
         engines.scale(size)
     check(engines, run, 200)
     assert set(run.history["world_size"]) == {2, 3, 4}
