@@ -64,6 +64,7 @@ class Engine:
     """The trainer's state: the generation that committed each step."""
     lr: float = 0.1
     port: Port | None = None
+    formed_under: rn.RunSpec | None = None
     num_loops: dict[str, int] = field(default_factory=dict)
     """Cell -> own loops that it has come to."""
     inbox: deque[od.AgentOrder] = field(default_factory=deque)
@@ -422,7 +423,7 @@ class Life:
             engine.has_trainer, engine.steps, engine.lr = True, steps, lr
         digest = ""
         if rn.TRAINER in order.names and goes_well:
-            self.bind_if_here(engine, self.machine.runs.present.spec)
+            self.bind_if_here(engine, engine.formed_under)
             if engine.port is not None:
                 assert engine.steps == steps[: len(engine.steps)] or not engine.has_stepped
                 engine.steps, engine.lr, digest = steps, lr, f"{steps}"
@@ -432,6 +433,7 @@ class Life:
 
     def prepare(self, engine, spec):
         """A group was formed under a run."""
+        engine.formed_under = spec
         if spec is None:
             return None
         if engine.port is not None and engine.port.spec.run != spec.run:
