@@ -120,9 +120,7 @@ def commit(told, run, *rows):
 
 def lose(told, generation=1, now=10.0, run=None):
     told.begin("lost", generation, {1: 1}, "SIGKILL", now)
-    told.end(
-        membership(generation + 1, 0), {0: {}}, restoring_since=now + 1, run=run, now=now + 1
-    )
+    told.end(membership(generation + 1, 0), {0: {}}, restoring_since=now + 1, run=run, now=now + 1)
     return told.incidents[-1]
 
 
