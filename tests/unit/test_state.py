@@ -2361,3 +2361,24 @@ def test_a_supervisor_that_takes_over_knows_for_which_cells_a_run_stands():
     assert orders(taken.hello(0, generation=1), rn.GoOn) == {}
     machine.attach((), 0, taken.now)
     assert orders(taken.tick(), rn.GoOn)
+
+
+def test_a_run_that_ends_in_a_hand_over_is_not_handed_over():
+    """The engines have let go of its trainer: it is not asked for any more."""
+    world = World.running(2)
+    world.train()
+    world.die(1)
+    world.settle()
+    world.ready(1)
+    world.held(0, 4)
+    world.broken(0)
+    for slot in (0, 1):
+        about = {"slot": slot, "pid": world.pid(slot), "generation": world.generation}
+        world.machine.formed(ev.GroupFormed(**about, cuttable=True, step=4 - slot), world.now)
+    assert world.phase == "restoring"
+    world.say(rn.RunRaised, 0, fault=rn.RunFault(kind="ValueError", message="bad batch"))
+    said = world.fingerprint(0, {"x": "int:1"}) + world.fingerprint(1)
+    assert orders(said, od.OfferNames)[0].names == ("x",)
+    world.offered(0)
+    world.received(1)
+    assert world.phase == "running"
