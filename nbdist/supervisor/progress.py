@@ -77,7 +77,7 @@ class Progress:
         """
         rows = np.frombuffer(data, ROWS)
         fresh = [row for row in rows if self._take(row)]
-        if len(rows):
+        if len(rows) and self._counts(rows[-1]):
             reached = int(rows["step"][-1]) + 1
             self._acknowledged[slot] = max(reached, self._acknowledged.get(slot, reached))
         return np.array(fresh, ROWS)
@@ -87,6 +87,12 @@ class Progress:
         last = self.rows[-NUM_USUAL:]
         seconds = last["seconds"][is_known(last)]
         return float(np.median(seconds)) if len(seconds) else 0.0
+
+    def _counts(self, row: np.void) -> bool:
+        """Whether this is how the step was committed in the end."""
+        place = int(row["step"]) - self.first
+        is_kept = 0 <= place < self._size
+        return is_kept and bool(self._rows[place]["generation"] == row["generation"])
 
     def _take(self, row: np.void) -> bool:
         step = int(row["step"])

@@ -152,7 +152,10 @@ class Runs:
         if run is None or run.spec.run != event.run:
             self._tell(event.slot, rn.EndRun(run=event.run))  # it was not told of the end
             return ""
-        run.left[event.slot] = Place(event.step, now)
+        return self._leave(run, event.slot, Place(event.step, now), membership)
+
+    def _leave(self, run: Run, slot: Slot, place: Place, membership: Membership) -> str:
+        run.left[slot] = place
         if len(run.leavers(membership)) < membership.world_size:
             return self._come_to_stand(run, membership)
         run.step = max(place.step for place in run.left.values())
@@ -187,12 +190,15 @@ class Runs:
         if run is not None:
             run.broken.add((event.generation, event.step))
 
-    def entered(self, event: rn.RunEntered, membership: Membership, refusal: str) -> None:
-        """A cell has come to its own loop on an engine.
+    def entered(
+        self, event: rn.RunEntered, membership: Membership, now: float, refusal: str
+    ) -> str:
+        """A cell has come to its own loop on an engine; what is wrong with it, or nothing.
 
         Args:
             event: where.
             membership: the group.
+            now: the time.
             refusal: why this cell cannot train, in words, or nothing.
         """
         run, name = self.present, rn.cell_run(event.cell, event.loop)
@@ -207,7 +213,11 @@ class Runs:
             self.entering.wait(event)
             if refusal:
                 self.entering.refuse("WrongState", refusal, event.cell)
+            elif run is not None and event.slot not in run.left:
+                # That it left the loop before was told to a supervisor that is gone.
+                return self._leave(run, event.slot, Place(event.step, now), membership)
             self._begin_own_loop(membership)
+        return ""
 
     def _begin_own_loop(self, membership: Membership) -> None:
         event = self.entering.begin(membership) if self.present is None else None

@@ -219,7 +219,8 @@ class Machine(Deadlines):
             case rn.RunHeld() if self._is_of_now(event.generation):
                 self._break_if(self.runs.held(event, self.membership, now), now)
             case rn.RunEntered():
-                self.runs.entered(event, self.membership, self._why_not_train(event))
+                refusal = self._why_not_train(event)
+                self._break_if(self.runs.entered(event, self.membership, now, refusal), now)
             case rn.RunLeft():
                 self._break_if(self.runs.left(event, self.membership, now), now)
             case _:

@@ -6,6 +6,7 @@ import pytest
 
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
+from nbdist.protocol.runs import TRAINER, RunSpec
 from nbdist.protocol.topology import Member, Membership
 from nbdist.supervisor.handover import Handover
 from nbdist.supervisor.instructions import Tell
@@ -161,3 +162,129 @@ def test_the_digest_of_a_stranger_does_not_stand_for_a_member():
     assert exchange.digests(7, a="int_1") == []
     assert not exchange.hand.is_done
     assert exchange.digests(1)
+
+
+# ---- with a run
+
+RUN = RunSpec(run="r", name="trainer")
+LOOP = RunSpec(run="c.0", name="", cell="c")
+
+
+class RunExchange:
+    """A hand-over under a run: `steps` of each slot, None where there is no trainer."""
+
+    def __init__(self, steps, newcomers=(), run=RUN):
+        members = tuple(Member(slot=s, engine_id=s, pid=100 + s, host="here") for s in steps)
+        group = Membership(generation=GENERATION, members=members)
+        self.hand = Handover(group, newcomers, run, steps)
+        self.told = self.hand.begin()
+        for slot in steps if newcomers else ():
+            event = ev.NamesFingerprinted(slot=slot, generation=GENERATION, digests={})
+            self.told = self.hand.take(event)
+
+    @property
+    def offer(self):
+        """Who offers which names to which ranks."""
+        ((slot, order),) = [(t.slot, t.order) for t in self.told]
+        return slot, order.names, order.receivers
+
+    def offered(self, slot, digest="d", **failed):
+        event = ev.NamesOffered(
+            slot=slot,
+            generation=GENERATION,
+            sha256="ab",
+            num_bytes=7,
+            failed=failed,
+            trainer_digest=digest,
+        )
+        return {t.slot: t.order.names for t in self.hand.take(event)}
+
+    def received(self, slot, digest="d", **failed):
+        event = ev.NamesReceived(
+            slot=slot, generation=GENERATION, failed=failed, trainer_digest=digest
+        )
+        self.hand.take(event)
+
+
+@pytest.mark.parametrize(
+    ("steps", "donor", "receivers"),
+    [
+        ({0: 5, 1: 6, 2: 6}, 1, (0,)),
+        ({0: 6, 1: 5, 2: 5}, 0, (1, 2)),
+        ({0: 5, 2: 5, 3: 6}, 3, (0, 1)),
+        ({0: None, 1: 0, 2: 0}, 1, (0,)),
+    ],
+)
+def test_laggards_are_given_the_trainer_by_the_lowest_holder_of_the_newest_step(
+    steps, donor, receivers
+):
+    """At once, without asking for digests: nobody is new."""
+    exchange = RunExchange(steps)
+    assert exchange.hand.is_needed
+    assert exchange.offer[0] == donor
+    assert TRAINER in exchange.offer[1]
+    assert exchange.offer[2] == receivers
+    assert exchange.hand.step == max(s for s in steps.values() if s is not None)
+
+
+def test_nothing_is_handed_over_where_all_have_the_same_step():
+    """No newcomer and no laggard."""
+    assert not RunExchange({0: 5, 1: 5}).hand.is_needed
+
+
+@pytest.mark.parametrize(
+    ("step", "run", "names"),
+    [
+        (0, RUN, (TRAINER,)),
+        (None, RUN, (TRAINER, "trainer")),
+        (None, LOOP, (TRAINER,)),
+    ],
+)
+def test_a_newcomer_is_given_the_state_and_the_trainer_itself_where_it_has_none(step, run, names):
+    """Made by the replay it only lacks the state; a loop's trainer is in the cell."""
+    exchange = RunExchange({0: 5, 1: step}, newcomers=(1,), run=run)
+    assert exchange.offer == (0, names, (1,))
+    assert set(exchange.offered(0)[1]) == set(names)
+    exchange.received(1)
+    assert exchange.hand.is_done
+    assert exchange.hand.unsettled == {1: {}}
+
+
+def test_a_newcomer_is_no_holder():
+    """However far its trainer says it is."""
+    assert RunExchange({0: 9, 1: 5}, newcomers=(0,)).offer[0] == 1
+
+
+@pytest.mark.parametrize("digest", ["other", ""])
+def test_a_trainer_that_is_not_the_donors_is_unfit(digest):
+    """Its engine is named with the reason, and the hand-over does not end with it."""
+    exchange = RunExchange({0: 5, 1: 4})
+    exchange.offered(0)
+    exchange.received(1, digest)
+    assert set(exchange.hand.unfit) == {1}
+    assert not exchange.hand.is_done
+
+
+def test_a_donor_that_cannot_give_its_trainer_is_unfit():
+    """Nobody is told to receive; another holder gives it in the next group."""
+    exchange = RunExchange({0: 5, 1: 4})
+    assert exchange.offered(0, "", **{TRAINER: "no memory"}) == {}
+    assert "no memory" in exchange.hand.unfit[0]
+    assert not exchange.hand.is_done
+
+
+def test_a_run_that_ends_meanwhile_makes_nobody_unfit():
+    """Engines have let go of its trainer: names are still given, the trainer is not asked for."""
+    exchange = RunExchange({0: 5, 1: 4})
+    exchange.offered(0)
+    exchange.hand.drop_run()
+    exchange.received(1, "")
+    assert exchange.hand.is_done
+    members = tuple(Member(slot=s, engine_id=s, pid=100 + s, host="here") for s in (0, 1))
+    hand = Handover(Membership(generation=GENERATION, members=members), (1,), RUN, {0: 5, 1: 0})
+    hand.begin()
+    hand.drop_run()
+    for slot in (0, 1):
+        told = hand.take(ev.NamesFingerprinted(slot=slot, generation=GENERATION, digests={}))
+        assert told == []
+    assert hand.is_done

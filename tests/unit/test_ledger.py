@@ -7,9 +7,10 @@ import errno
 import pytest
 
 from nbdist.protocol.orders import WorldView
+from nbdist.protocol.story import ROWS
 from nbdist.protocol.topology import EMPTY
 from nbdist.supervisor import ledger as module
-from nbdist.supervisor.ledger import Ledger
+from nbdist.supervisor.ledger import Ledger, StepLedger
 
 
 def view(reason, **more):
@@ -119,3 +120,47 @@ def test_a_long_ledger_is_begun_anew_with_its_last_line(path, monkeypatch):
         assert path.stat().st_size < 2_000 + 500
         assert Ledger(path).last() == view(f"{number}")
     assert [p.name for p in path.parent.iterdir()] == ["ledger"]
+
+
+# ---- committed steps
+
+
+class Folder:
+    """A run directory, as far as the ledger looks at it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def file(self, name):
+        return self.path / name
+
+
+ROW = ROWS.itemsize
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    """Of each run its own; nothing of one that has none."""
+    steps = StepLedger(Folder(tmp_path))
+    steps.append("a", b"1" * ROW)
+    steps.append("a", b"2" * ROW)
+    steps.append("b", b"3" * ROW)
+    assert StepLedger(Folder(tmp_path)).read("a") == b"1" * ROW + b"2" * ROW
+    assert steps.read("c") == b""
+
+
+@pytest.mark.parametrize("lost", [1, 63])
+def test_a_torn_row_spoils_none_that_follows(tmp_path, lost):
+    """The writer was killed within a row: it is left out, and the next ones are whole."""
+    steps = StepLedger(Folder(tmp_path))
+    steps.append("a", b"1" * ROW + b"2" * ROW)
+    file = tmp_path / "steps-a"
+    file.write_bytes(file.read_bytes()[:-lost])
+    assert steps.read("a") == b"1" * ROW
+    steps.append("a", b"3" * ROW)
+    assert steps.read("a") == b"1" * ROW + b"3" * ROW
+
+
+def test_rows_that_cannot_be_written_cost_nobody_anything(tmp_path):
+    """A successor lacks them; the run goes on."""
+    (tmp_path / "steps-a").mkdir()
+    StepLedger(Folder(tmp_path)).append("a", b"1" * ROW)

@@ -10,8 +10,14 @@ from nbdist.config import ClusterConfig
 from nbdist.errors import named_error
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
+from nbdist.protocol import runs as rn
 from nbdist.supervisor import instructions as do
-from nbdist.supervisor.deadlines import FORM_LIMIT_S, RESTORE_LIMIT_S, UNBLOCK_LIMIT_S
+from nbdist.supervisor.deadlines import (
+    FORM_LIMIT_S,
+    RESTORE_LIMIT_S,
+    STAND_LIMIT_S,
+    UNBLOCK_LIMIT_S,
+)
 from nbdist.supervisor.gate import ENDED_S, RELEASE_AFTER_S
 from nbdist.supervisor.roster import REPLAY_LIMIT_S
 from nbdist.supervisor.seats import Seat, SeatState
@@ -170,7 +176,8 @@ class World:
         return self._heard()
 
     def cell_failed(self, slot, cell):
-        self.machine.gate.failed_on(cell, slot, self.now)
+        self.machine.cell_failed(ev.CellFailedOnRank(slot=slot, cell=cell), self.now)
+        return self._heard()
 
     def begin(self, cell="c1", ranks=None):
         self.machine.begin_cell(cell, ranks, self.now)
@@ -184,7 +191,40 @@ class World:
         self.machine.interrupt(cell, self.now)
         return self._heard()
 
-    def beat(self, slot, *, cell=None, waits=None, pid=None):
+    # ---- a run
+
+    def say(self, kind, slot, **more):
+        """A member reports of the run."""
+        run = self.machine.runs.present
+        about = {"run": run.spec.run} if run is not None and "cell" not in more else {}
+        event = kind(slot=slot, pid=self.pid(slot), **about | more)
+        self.machine.run_says(event, self.now)
+        return self._heard()
+
+    def train(self, steps=9, step=0):
+        """A run goes on all members."""
+        assert self.machine.begin_run("r", rn.BeginRun(name="t", steps=steps), self.now) == ""
+        for slot in self.slots:
+            self.say(rn.RunBound, slot, step=step)
+        assert self.machine.runs.is_going
+
+    def loop(self, cell="c1", steps=9):
+        """A cell's own loop goes on all members."""
+        self.begin(cell)
+        for slot in self.slots:
+            self.say(rn.RunEntered, slot, cell=cell, loop=0, step=0, steps=steps)
+        assert self.machine.runs.is_going
+
+    def held(self, slot, step):
+        number = self.machine.runs.present.number
+        return self.say(rn.RunHeld, slot, generation=self.generation, step=step, number=number)
+
+    def steer(self, action, steps=0):
+        order = rn.SteerRun(run="r", action=action, steps=steps)
+        assert self.machine.steer_run(order, self.now) == ""
+        return self._heard()
+
+    def beat(self, slot, *, cell=None, waits=None, pid=None, **more):
         """`waits`: for how long the main thread has stood in a collective; None: it does not."""
         where = None
         if waits is not None:
@@ -199,6 +239,7 @@ class World:
             cell=cell,
             waiting=where,
             rss_bytes=1,
+            **more,
         )
         self.machine.beat(event)
 
@@ -2049,3 +2090,295 @@ def test_the_phases_have_the_names_that_the_kernel_is_told():
         "leaving",
         "given up",
     }
+
+
+# ---- runs: what hangs
+
+
+def killed(instructions):
+    """Slots whose engine is killed."""
+    return [k.slot for k in only(instructions, do.KillEngine)]
+
+
+@pytest.mark.parametrize(
+    ("more", "is_hung"),
+    [
+        ({"step": 3}, True),
+        ({"step": 3, "is_patient": True}, False),
+        ({"step": None}, False),
+        ({"step": 3, "waits": 9.0}, False),
+    ],
+)
+def test_who_stays_away_from_a_collective_of_a_run_is_hung(more, is_hung):
+    """It trains, is in no long phase, and all others have waited for the hang timeout."""
+    world = World.running(3, hang_timeout_s=2.0)
+    world.train()
+    world.beat(0, waits=2.1, step=3)
+    world.beat(2, waits=2.1, step=3)
+    world.beat(1, **more)
+    said = world.tick()
+    assert killed(said) == ([1] if is_hung else [])
+    assert killed(world.tick(0.1)) == []
+
+
+def test_nobody_is_hung_before_the_last_that_waits_has_waited_long_enough():
+    """The one that came late to the collective may be the reason."""
+    world = World.running(3, hang_timeout_s=2.0)
+    world.train()
+    world.beat(0, waits=9.0, step=3)
+    world.beat(2, waits=1.9, step=3)
+    world.beat(1, step=3)
+    assert killed(world.tick()) == []
+
+
+def test_a_member_that_was_never_heard_of_in_this_group_is_hung_too():
+    """It holds the interpreter in native code since before its first beat."""
+    world = World.running(2, hang_timeout_s=2.0)
+    world.train()
+    world.beat(0, waits=2.1, step=0)
+    assert killed(world.tick()) == [1]
+
+
+def test_waits_in_the_group_before_hang_nobody_in_this_one():
+    """After a recovery the last beats are old: they say nothing of the new group."""
+    world = World.running(3, hang_timeout_s=2.0)
+    world.train()
+    world.beat(0, waits=2.1, step=3)
+    world.die(1)
+    world.settle()
+    world.beat(2, step=3)
+    assert world.machine.runs.is_going
+    assert killed(world.tick()) == []
+
+
+def test_outside_a_run_nobody_is_hung_for_staying_away():
+    """In a cell, one rank may prepare data for long."""
+    world = World.running(2, hang_timeout_s=2.0)
+    world.begin("c1")
+    world.beat(0, waits=60.0, cell="c1")
+    world.beat(1, cell="c1")
+    assert killed(world.tick()) == []
+
+
+def test_a_member_that_stands_while_the_others_wait_for_it_costs_a_group_and_no_engine():
+    """An order was lost: the group is made anew, and the run goes on."""
+    world = World.running(2)
+    world.train()
+    world.held(0, 3)
+    world.beat(1, waits=0.0, step=3)
+    assert world.tick(STAND_LIMIT_S / 2) == []
+    assert set(orders(world.tick(STAND_LIMIT_S), od.BreakGroup)) == {0, 1}
+    world.settle()
+    assert world.machine.runs.is_going
+
+
+def test_who_leaves_a_loop_in_which_others_wait_fails_it():
+    """After a moment: all may be leaving."""
+    world = World.running(2)
+    world.loop()
+    world.say(rn.RunLeft, 0, step=2)
+    world.beat(1, cell="c1", waits=0.0, step=2)
+    assert world.tick(RELEASE_AFTER_S / 2) == []
+    said = world.tick(RELEASE_AFTER_S)
+    assert orders(said, rn.EndRun)[1].fault.kind == "WrongState"
+    assert set(orders(said, od.BreakGroup)) == {0, 1}
+
+
+# ---- runs: cells and changes
+
+
+def test_a_cell_waits_until_the_run_stands_and_the_run_until_the_cell_is_over():
+    """Held at a boundary, admitted between two steps, told to go on afterwards."""
+    world = World.running(2)
+    world.train()
+    assert set(orders(world.begin("c1"), rn.HoldRun)) == {0, 1}
+    assert world.held(0, 4) == []
+    (cell,) = only(world.held(1, 4), do.AdmitCell)
+    assert cell.between == (3, 4)
+    assert set(orders(world.end("c1"), rn.GoOn)) == {0, 1}
+
+
+def test_a_cell_that_is_not_wanted_any_more_does_not_stop_a_run():
+    """The kernel gave it up while the run was brought to a stand."""
+    world = World.running(1)
+    world.train()
+    world.begin("c1")
+    world.end("c1")
+    said = world.held(0, 4)
+    assert only(said, do.AdmitCell) == []
+    assert orders(said, rn.GoOn)
+
+
+@pytest.mark.parametrize(("action", "state"), [("pause", "paused"), ("stop", "stopped")])
+def test_pause_and_stop_do_not_wait_for_a_cell(action, state):
+    """The run stands for the cell already."""
+    world = World.running(1)
+    world.train()
+    world.begin("c1")
+    world.held(0, 4)
+    world.steer(action)
+    assert world.machine.runs.find("r").state == state
+
+
+def test_a_newcomer_is_admitted_at_a_boundary():
+    """The run is held, the group made anew, the trainer handed over; then all go on."""
+    world = World.running(2)
+    world.train()
+    world.die(1)
+    world.settle()
+    assert world.machine.runs.is_going
+    assert set(orders(world.ready(1), rn.HoldRun)) == {0}
+    assert orders(world.held(0, 4), od.BreakGroup)
+    assert only(world.broken(0), do.Form)
+    assert world.incidents[-1].kind == "joined"
+
+
+def test_a_run_goes_on_while_a_newcomer_catches_up():
+    """A cell ran while it came up: it replays that, and only cells wait for it."""
+    world = World.running(2)
+    world.train()
+    world.die(1)
+    world.settle()
+    world.up(1)
+    world.begin("c1")
+    world.held(0, 4)
+    world.end("c1", journal=1)
+    said = world.replayed(1)
+    assert only(said, do.Replay)
+    assert orders(said, rn.HoldRun) == {}
+    assert world.machine.runs.is_going
+
+
+def test_a_cell_behind_a_cell_that_trains_does_not_stop_it():
+    """It was admitted before the loop began, and waits on the engines for its end."""
+    world = World.running(2)
+    world.begin("c0")
+    world.begin("c1")
+    for slot in (0, 1):
+        world.say(rn.RunEntered, slot, cell="c0", loop=0, step=0, steps=5)
+    assert world.machine.runs.is_going
+    assert admitted(world.begin("c2")) == []
+
+
+def test_the_cell_that_trains_is_sent_to_a_newcomer_once():
+    """It is admitted when it has come to the loop."""
+    world = World.running(2)
+    world.loop()
+    world.die(1)
+    world.settle()
+    (notice,) = notices(world.ready(1), rn.SendCellTo)
+    assert (notice.cell, notice.slot, notice.pid) == ("c1", 1, world.pid(1))
+    assert notices(world.tick(), rn.SendCellTo) == []
+    said = world.say(rn.RunEntered, 1, cell="c1", loop=0, step=0, steps=9)
+    assert set(orders(said, rn.HoldRun)) == {0}
+
+
+def test_a_cell_that_raises_on_one_rank_sends_those_away_that_wait_at_its_loop():
+    """Nobody will come: they get an error instead of waiting."""
+    world = World.running(2)
+    world.begin("c1")
+    world.say(rn.RunEntered, 0, cell="c1", loop=0, step=0, steps=9)
+    assert orders(world.cell_failed(1, "c1"), rn.EndRun)[0].fault.kind == "WrongState"
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1, 0)])
+def test_a_cell_of_some_ranks_cannot_train(ranks):
+    """On all ranks it can, in whatever order they were named."""
+    world = World.running(2)
+    world.begin("c1", ranks)
+    said = world.say(rn.RunEntered, 0, cell="c1", loop=0, step=0, steps=9)
+    assert bool(orders(said, rn.EndRun)) is (len(ranks) < 2)
+
+
+def test_a_cell_that_is_over_frees_who_trains_in_it():
+    """The run is stopped, and the group is broken under those that wait in a step."""
+    world = World.running(2)
+    world.loop()
+    said = world.end("c1")
+    assert set(orders(said, rn.EndRun)) == set(orders(said, od.BreakGroup)) == {0, 1}
+    assert world.machine.runs.find("c1.0").state == "stopped"
+
+
+def test_what_the_user_raised_ends_the_run_and_frees_the_others():
+    """The fault is kept; an interrupted cell's loop is stopped, not failed."""
+    world = World.running(2)
+    world.train()
+    fault = rn.RunFault(kind="ValueError", message="bad batch", rank=1)
+    said = world.say(rn.RunRaised, 1, fault=fault)
+    assert {end.fault for end in orders(said, rn.EndRun).values()} == {fault}
+    assert set(orders(said, od.BreakGroup)) == {0, 1}
+    assert world.machine.runs.find("r").state == "failed"
+    world.settle()
+    world.loop()
+    world.interrupt("c1")
+    world.say(rn.RunRaised, 1, fault=rn.RunFault(kind="KeyboardInterrupt", message=""))
+    assert world.machine.runs.find("c1.0").state == "stopped"
+
+
+def test_a_world_that_fails_ends_its_run():
+    """With the reason, also for those that wait at a loop."""
+    world = World.running(2)
+    world.train()
+    said = world.fail("the controller ended")
+    assert {end.fault.kind for end in orders(said, rn.EndRun).values()} == {"RecoveryFailed"}
+    world = World.running(2)
+    world.begin("c1")
+    world.say(rn.RunEntered, 0, cell="c1", loop=0, step=0, steps=9)
+    assert orders(world.fail(), rn.EndRun)[0].fault.kind == "RecoveryFailed"
+
+
+def test_what_all_holders_took_with_them_is_no_longer_committed():
+    """A run counts what the newest living holder has."""
+    world = World.running(3)
+    world.train()
+    world.die(2)
+    for slot in (0, 1):
+        world.broken(slot)
+    for slot, step in ((0, 5), (1, 4)):
+        event = ev.GroupFormed(
+            slot=slot, pid=world.pid(slot), generation=2, cuttable=True, step=step
+        )
+        world.machine.formed(event, world.now)
+    assert world.machine.runs.present.step == 5
+    world.die(0)
+    world.broken(1)
+    event = ev.GroupFormed(slot=1, pid=world.pid(1), generation=3, cuttable=True, step=4)
+    world.machine.formed(event, world.now)
+    assert world.machine.runs.present.step == 4
+
+
+def test_a_supervisor_that_takes_over_knows_for_which_cells_a_run_stands():
+    """Nobody is told to go on before the kernel has said that they are over."""
+    world = World.running(1)
+    world.train()
+    world.begin("c1")
+    world.held(0, 4)
+    view = view_of(world.machine)
+    assert view.runs[-1].cells == ("c1",)
+    machine = Machine(world.config)
+    machine.take_up(view, 0, world.now)
+    taken = World(1, machine=machine)
+    assert orders(taken.hello(0, generation=1), rn.GoOn) == {}
+    machine.attach((), 0, taken.now)
+    assert orders(taken.tick(), rn.GoOn)
+
+
+def test_a_run_that_ends_in_a_hand_over_is_not_handed_over():
+    """The engines have let go of its trainer: it is not asked for any more."""
+    world = World.running(2)
+    world.train()
+    world.die(1)
+    world.settle()
+    world.ready(1)
+    world.held(0, 4)
+    world.broken(0)
+    for slot in (0, 1):
+        about = {"slot": slot, "pid": world.pid(slot), "generation": world.generation}
+        world.machine.formed(ev.GroupFormed(**about, cuttable=True, step=4 - slot), world.now)
+    assert world.phase == "restoring"
+    world.say(rn.RunRaised, 0, fault=rn.RunFault(kind="ValueError", message="bad batch"))
+    said = world.fingerprint(0, {"x": "int:1"}) + world.fingerprint(1)
+    assert orders(said, od.OfferNames)[0].names == ("x",)
+    world.offered(0)
+    world.received(1)
+    assert world.phase == "running"

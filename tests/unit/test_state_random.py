@@ -64,6 +64,7 @@ class Engine:
     """The trainer's state: the generation that committed each step."""
     lr: float = 0.1
     port: Port | None = None
+    formed_under: rn.RunSpec | None = None
     num_loops: dict[str, int] = field(default_factory=dict)
     """Cell -> own loops that it has come to."""
     inbox: deque[od.AgentOrder] = field(default_factory=deque)
@@ -354,12 +355,10 @@ class Life:
 
     def carry_out_order(self, engine, *, goes_well=True):
         """The next order of an engine; it fails now and then where it can."""
-        order, here = engine.inbox.popleft(), {"slot": engine.slot}
-        own = {**here, "pid": engine.pid}
-        if isinstance(order, rn.RunMessage):
-            self.obey_run(engine, order)
-            return
+        order, own = engine.inbox.popleft(), {"slot": engine.slot, "pid": engine.pid}
         match order:
+            case rn.RunMessage():
+                self.obey_run(engine, order)
             case od.ReplayJournal():
                 engine.replayed = order.until
                 failed = () if goes_well else ("cell 'f()'",)
@@ -373,16 +372,30 @@ class Life:
                 else:
                     engine.cell = None
                 engine.outbox.append(ev.GroupBroken(**own, generation=generation))
-            case od.FormGroup(membership=membership):
-                about = {**own, "generation": membership.generation}
-                if goes_well:
-                    assert engine.group == 0
-                    engine.group = membership.generation
-                    step = self.prepare(engine, order.run)
-                    event = ev.GroupFormed(**about, cuttable=engine.pid % 5 > 0, step=step)
-                else:
-                    event = ev.GroupFormFailed(**about, error="no route")
-                engine.outbox.append(event)
+            case od.FormGroup():
+                engine.outbox.append(self.form(engine, order, goes_well=goes_well))
+            case od.InterruptMain(cell=cell):
+                if engine.trains and engine.port.spec.cell == cell == engine.cell:
+                    self.raise_in_a_loop(engine)
+            case od.EndEngine():
+                self.end(engine, None)
+            case _:
+                self.hand_over(engine, order, goes_well=goes_well)
+
+    def form(self, engine, order, *, goes_well):
+        generation = order.membership.generation
+        about = {"slot": engine.slot, "pid": engine.pid, "generation": generation}
+        if not goes_well:
+            return ev.GroupFormFailed(**about, error="no route")
+        assert engine.group == 0
+        engine.group = generation
+        step = self.prepare(engine, order.run)
+        return ev.GroupFormed(**about, cuttable=engine.pid % 5 > 0, step=step)
+
+    def hand_over(self, engine, order, *, goes_well):
+        """An engine's part of a hand-over."""
+        here = {"slot": engine.slot}
+        match order:
             case od.FingerprintNames(generation=generation):
                 digests = dict(engine.names)
                 if engine.has_trainer and engine.port is None:
@@ -405,11 +418,6 @@ class Life:
                 engine.outbox.append(event)
             case od.ReceiveNames():
                 engine.outbox.append(self.receive(engine, order, goes_well=goes_well))
-            case od.InterruptMain(cell=cell):
-                if engine.trains and engine.port.spec.cell == cell == engine.cell:
-                    self.raise_in_a_loop(engine)
-            case od.EndEngine():
-                self.end(engine, None)
 
     # ---- engines in a run
 
@@ -422,7 +430,7 @@ class Life:
             engine.has_trainer, engine.steps, engine.lr = True, steps, lr
         digest = ""
         if rn.TRAINER in order.names and goes_well:
-            self.bind_if_here(engine, self.machine.runs.present.spec)
+            self.bind_if_here(engine, engine.formed_under)
             if engine.port is not None:
                 assert engine.steps == steps[: len(engine.steps)] or not engine.has_stepped
                 engine.steps, engine.lr, digest = steps, lr, f"{steps}"
@@ -432,6 +440,7 @@ class Life:
 
     def prepare(self, engine, spec):
         """A group was formed under a run."""
+        engine.formed_under = spec
         if spec is None:
             return None
         if engine.port is not None and engine.port.spec.run != spec.run:
@@ -711,13 +720,18 @@ class Life:
                 machine.collective_failed(event, self.now)
             case ev.CellFailedOnRank():
                 machine.cell_failed(event, self.now)
-            case rn.StepsCommitted():
-                self.ledger[event.run] = self.ledger.get(event.run, b"") + machine.committed(event)
             case _ if isinstance(event, rn.RunEvent):
-                machine.run_says(event, self.now)
+                self.hear_of_run(event)
             case _:
                 machine.handed_over(event, self.now)
         self.carry_out()
+
+    def hear_of_run(self, event):
+        if isinstance(event, rn.StepsCommitted):
+            fresh = self.machine.committed(event)
+            self.ledger[event.run] = self.ledger.get(event.run, b"") + fresh
+        else:
+            self.machine.run_says(event, self.now)
 
     def pass_time(self):
         self.now += self.random.choice([0.0, 0.3, 0.3, 4.0, 20.0])

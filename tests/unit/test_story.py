@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
+from nbdist.protocol.runs import RunSpec
+from nbdist.protocol.story import ROWS
 from nbdist.protocol.topology import Member, Membership
 from nbdist.supervisor import story
+from nbdist.supervisor.progress import Progress
+from nbdist.supervisor.run import Run
 from nbdist.supervisor.story import Story
 
 
@@ -85,3 +92,110 @@ def test_old_incidents_are_forgotten(monkeypatch):
         told.begin("lost", generation, {0: 0}, "SIGKILL", 1.0)
         told.end(membership(generation + 1, 0), {0: {}}, restoring_since=1.0, run=None, now=1.0)
     assert [i.generation_before for i in told.incidents] == [2, 3, 4]
+
+
+def test_who_left_keeps_the_rank_that_it_had():
+    """A shrink names the ranks that were given back, beside those that came."""
+    told = Story()
+    told.begin("scaled", 2, {1: 1, 3: 2}, "user", 10.0)
+    told.end(membership(3, 0), {0: {}}, restoring_since=10.0, run=None, now=10.0)
+    told.begin("scaled", 3, {0: 0, 2: None}, "user", 20.0)
+    told.end(membership(4, 2, 5), {2: {}, 5: {}}, restoring_since=20.0, run=None, now=20.0)
+    assert [i.ranks for i in told.incidents] == [(1, 2), (0, 0)]
+
+
+# ---- under a run
+
+
+def going(first=0, run="r"):
+    spec = RunSpec(run=run, name="trainer")
+    return Run(spec, 50, state="running", step=first, target=100, progress=Progress(first))
+
+
+def commit(told, run, *rows):
+    """Rows as (step, generation, at), reported by slot 0."""
+    data = [(s, 0.5, 60, 0.1, g, 2, 0.1, at) for s, g, at in rows]
+    told.resumed(run, run.progress.add(0, np.array(data, ROWS).tobytes()))
+
+
+def lose(told, generation=1, now=10.0, run=None):
+    told.begin("lost", generation, {1: 1}, "SIGKILL", now)
+    told.end(membership(generation + 1, 0), {0: {}}, restoring_since=now + 1, run=run, now=now + 1)
+    return told.incidents[-1]
+
+
+def test_the_stall_is_measured_from_committed_steps():
+    """From the last step before to the first one after, less a usual step; 0 samples are lost."""
+    told, run = Story(), going()
+    commit(told, run, (0, 1, 8.0), (1, 1, 9.0))
+    incident = lose(told, run=run)
+    assert incident.stall_s is None
+    commit(told, run, (2, 2, 11.5), (3, 2, 11.6))
+    assert incident.stall_s == pytest.approx(2.4)
+    assert (incident.step, incident.samples_lost, incident.steps_repeated) == (2, 0, 0)
+
+
+def test_losses_on_end_have_the_same_stall():
+    """No step was committed between them: the first one after both ends both."""
+    told, run = Story(), going()
+    commit(told, run, (0, 1, 9.0))
+    first, second = lose(told, 1, run=run), lose(told, 2, now=12.0, run=run)
+    commit(told, run, (1, 3, 14.0))
+    assert first.stall_s == second.stall_s == pytest.approx(4.9)
+
+
+def test_an_older_row_ends_no_stall():
+    """A report that was late is no step after the change."""
+    told, run = Story(), going()
+    incident = lose(told, run=run)
+    commit(told, run, (0, 1, 9.0))
+    assert incident.stall_s is None
+
+
+def test_steps_that_were_broken_and_ran_again_are_counted():
+    """Not one that some member had applied: the others copied it."""
+    told, run = Story(), going()
+    commit(told, run, (0, 1, 8.0), (1, 1, 9.0))
+    run.broken |= {(1, 1), (1, 2), (1, 2), (0, 0)}
+    incident = lose(told, run=run)
+    commit(told, run, (2, 2, 11.0))
+    assert incident.steps_repeated == 1
+
+
+def test_samples_of_steps_that_nobody_reported_are_said():
+    """The ledger lacks them: that is told, not passed over."""
+    told, run = Story(), going()
+    commit(told, run, (0, 1, 9.0))
+    incident = lose(told, run=run)
+    commit(told, run, (3, 2, 11.0))
+    assert (incident.samples_lost, incident.stall_s) == (120, pytest.approx(1.9))
+
+
+def test_the_steps_of_another_run_end_no_stall():
+    """The run ended without a step more: what stands of it is not told of the next."""
+    told, run = Story(), going()
+    incident = lose(told, run=run)
+    commit(told, going(run="other"), (0, 2, 99.0))
+    assert incident.stall_s is None
+    lose(told, 2, run=None)
+    commit(told, run, (0, 3, 120.0))
+    assert incident.stall_s is None
+
+
+@pytest.mark.parametrize(
+    ("change", "will_go"),
+    [
+        ({}, True),
+        ({"is_paused": True}, False),
+        ({"is_stopping": True}, False),
+        ({"step": 100}, False),
+        ({"until": 5, "step": 5}, False),
+        ({"state": "paused"}, False),
+    ],
+)
+def test_a_run_that_will_not_go_on_has_no_stall_of_its_own(change, will_go):
+    """Paused, stopped or at its end: no step will follow the change."""
+    run = going()
+    for name, value in change.items():
+        setattr(run, name, value)
+    assert run.will_go is will_go
