@@ -43,7 +43,8 @@ setup: $(STAMP) ## create .venv and install the package and its tools, once
 demo: setup ## set up, then run the main job: train on 4 engines, kill one, stop one, lose nothing
 	$(BIN)/nbdist demo
 
-test: setup test-unit ## set up, then run what CI runs: unit, engines, fast faults, notebooks, browser
+test: setup test-unit ## set up, then run what CI runs: unit, training, engines, fast faults, notebooks, browser
+	$(PYTEST) tests/train
 	$(PYTEST) tests/engines -m "not slow"
 	$(call suite,faults,the fault matrix,-m 'not slow')
 	@$(MAKE) --no-print-directory test-notebooks test-ui
@@ -70,7 +71,8 @@ test-unit: setup ## the unit tests (no processes), with the coverage gate on the
 	$(PYTEST) tests/unit --timeout=10 --cov --cov-report=
 	$(PY) -m coverage report --include="$$(echo $(PURE) | tr ' ' ,)" --fail-under=95
 
-test-engines: setup ## tests on 2 to 4 real engines
+test-engines: setup ## tests on 2 to 4 real engines; training in small groups without engines
+	$(PYTEST) tests/train
 	$(PYTEST) tests/engines
 
 test-faults: setup ## every fault, slow ones too, on up to 8 engines

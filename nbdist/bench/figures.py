@@ -223,6 +223,15 @@ FIGURES = (
     Figure(
         benchmark="shutdown", label="shutdown, 4 engines", value="shutdown", unit="s", bound=10.0
     ),
+    Figure(benchmark="steps", label="step of plain DDP, 2 ranks", value="plain step A", unit="ms"),
+    Figure(
+        benchmark="steps",
+        label="step of a run / step of plain DDP",
+        value="run step",
+        per="plain step",
+        unit="×",
+        bound=1 / 0.95,
+    ),
     Figure(benchmark="telemetry", label="a telemetry event", value="event", unit="µs", bound=1e-6),
     Figure(benchmark="memory", label="memory of an engine, its own (USS)", value="uss", unit="MB"),
     Figure(benchmark="memory", label="memory of an engine, its part (PSS)", value="pss", unit="MB"),

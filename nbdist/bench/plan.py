@@ -26,6 +26,8 @@ class Plan:
     """Rounds; each starts its own processes and clusters."""
     num_pairs: int = 75
     """Empty cells in a round."""
+    num_blocks: int = 6
+    """Blocks of training steps in a round."""
     num_kills_at_4: int = 3
     """Engines killed in a round, of a cluster of four."""
     num_kills_at_8: int = 2
@@ -40,6 +42,7 @@ class Plan:
                 only=chosen,
                 num_rounds=rounds or 1,
                 num_pairs=20,
+                num_blocks=2,
                 num_kills_at_4=1,
                 num_kills_at_8=1,
             )

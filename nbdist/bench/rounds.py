@@ -6,7 +6,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-from nbdist.bench import emission, first_cell, lifetime, loss, roundtrip
+from nbdist.bench import emission, first_cell, lifetime, loss, roundtrip, steps
 from nbdist.errors import NbdistError
 from nbdist.session.start import start
 
@@ -43,6 +43,8 @@ def _play_round(number: int, plan: Plan, samples: Samples) -> None:
         first_cell.measure(number, samples)
     if plan.wants("telemetry"):
         emission.measure(samples)
+    if plan.wants("steps"):
+        steps.measure(plan.num_blocks, samples)
     if plan.wants(*_IN_FOUR):
         _use_four(number, plan, samples)
     if plan.wants("loss"):

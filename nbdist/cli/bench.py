@@ -23,6 +23,7 @@ BENCHMARKS = (
     "supervisor",
     "scale",
     "shutdown",
+    "steps",
     "telemetry",
     "memory",
 )

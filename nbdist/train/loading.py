@@ -111,6 +111,7 @@ class Loader:
         self._fetcher = _Fetcher(data, collate, seed)
         self._num_workers = num_workers
         self._ahead: Iterator[tuple[Part, Any]] | None = None
+        self._prepared: tuple[Part, Any] | None = None
 
     def batches(
         self, step: int, parts_of: Callable[[int], Sequence[Part]]
@@ -124,14 +125,23 @@ class Loader:
         parts = parts_of(step)
         if self._num_workers == 0:
             for part in parts:
-                yield part, self._fetcher.fetch(part)
+                yield part, self._take_prepared(part) or self._fetcher.fetch(part)
             return
         for part in parts:
             yield part, self._next(part, parts_of)
 
+    def prepare(self, part: Part) -> None:
+        """Fetch this one now, if nobody can tell: where it is cut out of tensors, in place."""
+        if self._num_workers == 0 and self._fetcher.is_tensors:
+            self._prepared = part, self._fetcher.fetch(part)
+
     def forget(self) -> None:
-        """End the workers; what they have fetched is thrown away."""
-        self._ahead = None
+        """End the workers; what has been fetched is thrown away."""
+        self._ahead = self._prepared = None
+
+    def _take_prepared(self, part: Part) -> Any:
+        prepared, self._prepared = self._prepared, None
+        return prepared[1] if prepared is not None and prepared[0] is part else None
 
     def _next(self, part: Part, parts_of: Callable[[int], Sequence[Part]]) -> Any:
         if self._ahead is None:
@@ -163,11 +173,11 @@ class _Fetcher:
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self._data, self._seed = data, seed
         self._collate = collate or default_collate
-        self._is_tensors = type(data) is TensorDataset and self._collate is default_collate
+        self.is_tensors = type(data) is TensorDataset and self._collate is default_collate
 
     def fetch(self, part: Part) -> Any:
         """The batch of a part."""
-        if self._is_tensors:  # the same as sample by sample, at a fraction of the time
+        if self.is_tensors:  # the same as sample by sample, at a fraction of the time
             indices = torch.from_numpy(part.indices)
             return [tensor[indices] for tensor in self._data.tensors]
         indices = part.indices.tolist()

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from nbdist.train.ports import RunPort
     from nbdist.train.state import State
 
+GIVE_WAY_S = 0.01
+"""For so long at most, or for one step, the event loop waits. A turn of it costs a quick step some
+percent of its time."""
+
 
 def walk(state: State, port: RunPort) -> Iterator[Step | None]:
     """Steps, one after the other; None: stand, and wait for an order."""
@@ -86,12 +90,15 @@ def train(state: State, step: Step) -> None:
 
 async def drive(state: State, port: RunPort) -> None:
     """Train as a task of an event loop, giving way between steps."""
+    gave_way_at = 0.0
     for step in walk(state, port):
         if step is None:
             await port.wait_async()
-        else:
-            train(state, step)
+            continue
+        train(state, step)
+        if time.monotonic() >= gave_way_at + GIVE_WAY_S:
             await asyncio.sleep(0)
+            gave_way_at = time.monotonic()
 
 
 def _polled(state: State, port: RunPort) -> Iterator[Step | None]:

@@ -148,7 +148,7 @@ class Step:
         self._stamps.forward()
         with self._state.objective.autocast(self._state.device, is_suspended=True):
             ready_ns, self._result = self._state.exchange.backward(
-                value, weight, is_last=is_last, vote=vote
+                value, weight, is_last=is_last, vote=vote, meanwhile=self._look_ahead
             )
         self._stamps.backward(ready_ns)
         self._num_done += 1
@@ -245,6 +245,11 @@ class Step:
         self._phase = "over"
         self.is_held = result[HOLD] > 0
         self._count_in(loss, rate)
+
+    def _look_ahead(self) -> None:
+        """The next step's first batch, while this one's gradients are on their way."""
+        state = self._state
+        state.loader.prepare(state.parts(self.number + 1)[0])
 
     def _vote(self) -> list[float]:
         """What this rank says."""

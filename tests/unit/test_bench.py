@@ -156,6 +156,7 @@ def test_bounds():
         "raise": 1.0,
         "supervisor": 5.0,
         "shutdown": 10.0,
+        "run step": 1 / 0.95,
         "event": 1e-6,
     }
 

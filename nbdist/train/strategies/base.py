@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -42,7 +42,13 @@ class Exchange(Protocol):
         """An attempt at a step begins, in a group of this size. Does no communication."""
 
     def backward(
-        self, loss: Tensor, weight: float, *, is_last: bool, vote: Sequence[float] | None = None
+        self,
+        loss: Tensor,
+        weight: float,
+        *,
+        is_last: bool,
+        vote: Sequence[float] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Summed:
         """Add the gradients of `loss * weight`.
 
@@ -51,6 +57,7 @@ class Exchange(Protocol):
             weight: what it counts.
             is_last: sum the gradients over all ranks; they are complete when this returns.
             vote: with the last: to be summed too, at little cost.
+            meanwhile: may be called while the last sums are on their way.
         """
 
     def sum_(self, tensor: Tensor) -> None:

@@ -9,7 +9,7 @@ main thread; a sum's end is stamped in whichever of torch's threads it comes.
 
 # No `from __future__ import annotations`: DistributedDataParallel reads the hook's annotations.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
@@ -80,7 +80,13 @@ class Replicas:
             self._ddp = self._wrap()
 
     def backward(
-        self, loss: Tensor, weight: float, *, is_last: bool, vote: Sequence[float] | None = None
+        self,
+        loss: Tensor,
+        weight: float,
+        *,
+        is_last: bool,
+        vote: Sequence[float] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Summed:
         """Add to the gradients; with the last, sum them over all ranks."""
         gradient = torch.full_like(loss, weight)
@@ -95,15 +101,17 @@ class Replicas:
         reducer.prepare_for_forward()
         reducer._rebuild_buckets()  # noqa: SLF001 - what the wrapper's own forward does
         reducer.prepare_for_backward([loss, votes] if self._settings.find_unused else [])
-        self._clear(carrier)
+        carrier.votes.grad = None
+        self._buckets.begin(meanwhile)
         torch.autograd.backward([loss, votes], [gradient, mine.to(votes.device)])
-        ready_ns, summed = self._buckets.ready_ns, carrier.votes.grad
-        if ready_ns is None or summed is None:
-            raise RuntimeError(self._unused())
-        return Summed(ready_ns, None if vote is None else join(summed.tolist()))
+        return self._summed(carrier, vote is not None)
 
-    def _clear(self, carrier: "_Carrier") -> None:
-        carrier.votes.grad = self._buckets.ready_ns = None
+    def _summed(self, carrier: "_Carrier", has_vote: bool) -> Summed:
+        """What a backward pass has left."""
+        ready_ns, votes = self._buckets.ready_ns, carrier.votes.grad
+        if ready_ns is None or votes is None:
+            raise RuntimeError(self._unused())
+        return Summed(ready_ns, join(votes.tolist()) if has_vote else None)
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
@@ -161,8 +169,15 @@ class _Carrier(nn.Module):
 class _Buckets:
     """How far the sums of one backward pass are."""
 
-    ready_ns: int | None = None
-    """When all gradients of the last bucket were there."""
+    def __init__(self) -> None:
+        self.ready_ns: int | None = None
+        """When all gradients of the last bucket were there."""
+        self.meanwhile: Callable[[], None] | None = None
+        """To be called while it is on its way."""
+
+    def begin(self, meanwhile: Callable[[], None] | None) -> None:
+        """A backward pass begins."""
+        self.ready_ns, self.meanwhile = None, meanwhile
 
 
 def _sum_bucket(
@@ -172,8 +187,6 @@ def _sum_bucket(
     """The hook: sums, where torch's own would average; losses are scaled beforehand."""
     ready_ns = perf_counter_ns()
     index, buffer = bucket.index(), bucket.buffer()
-    if bucket.is_last():
-        state.ready_ns = ready_ns
     work = dist.all_reduce(buffer, async_op=True)
     launched_ns = perf_counter_ns()
     assert work is not None
@@ -187,7 +200,13 @@ def _sum_bucket(
         )
         return summed
 
-    return WORKS.follow(work).then(done)
+    summed = WORKS.follow(work).then(done)
+    if bucket.is_last():
+        state.ready_ns = ready_ns
+        if state.meanwhile is not None:
+            state.meanwhile()
+            state.meanwhile = None
+    return summed
 
 
 def _on_backend(tensor: Tensor) -> None:
