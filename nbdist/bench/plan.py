@@ -30,6 +30,8 @@ class Plan:
     """Blocks of training steps in a round."""
     num_kills_at_4: int = 3
     """Engines killed in a round, of a cluster of four."""
+    num_kills_in_run: int = 5
+    """Engines killed in a round under a training run."""
     num_kills_at_8: int = 2
     """Likewise of eight. In the default number of rounds every rank is killed, of either."""
 
@@ -45,6 +47,7 @@ class Plan:
                 num_blocks=2,
                 num_kills_at_4=1,
                 num_kills_at_8=1,
+                num_kills_in_run=2,
             )
         return cls(only=chosen, num_rounds=rounds or DEFAULT_ROUNDS)
 

@@ -23,6 +23,7 @@ BENCHMARKS = (
     "supervisor",
     "scale",
     "shutdown",
+    "recovery",
     "steps",
     "telemetry",
     "memory",

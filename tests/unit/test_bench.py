@@ -137,6 +137,13 @@ def test_a_part_that_did_not_take_place_is_no_value():
     assert out.of("other") == []
 
 
+def test_a_median_is_judged_where_the_figure_says_so():
+    """Then one value beyond the bound does not matter."""
+    figure = replace(PLAIN, judged="median")
+    assert row(figure, end=[0.1, 0.1, 9.0]).verdict is Verdict.HOLDS
+    assert row(PLAIN, end=[0.1, 0.1, 9.0]).verdict is Verdict.MISSED
+
+
 def test_figures_belong_to_benchmarks():
     """Every benchmark has a figure, every figure a benchmark, and no label comes twice."""
     assert {figure.benchmark for figure in FIGURES} == {*BENCHMARKS}
@@ -145,7 +152,10 @@ def test_figures_belong_to_benchmarks():
 
 def test_bounds():
     """The promises, as they are written down."""
-    assert {f.value: f.bound for f in FIGURES if f.bound is not None} == {
+    bounds = {(f.value, f.judged): f.bound for f in FIGURES if f.bound is not None}
+    medians = {value: bound for (value, judged), bound in bounds.items() if judged == "median"}
+    assert medians == {"run lost": 0.15}
+    assert {value: bound for (value, judged), bound in bounds.items() if judged == "worst"} == {
         "first cell": 3.0,
         "DDP": 0.1,
         "cell": 1.3,
@@ -158,6 +168,11 @@ def test_bounds():
         "shutdown": 10.0,
         "run step": 1 / 0.95,
         "event": 1e-6,
+        "run lost": 0.6,
+        "run refilled": 1.5,
+        "run joined": 0.2,
+        "run hung": 0.3,
+        "run scaled": 0.2,
     }
 
 
