@@ -8,7 +8,7 @@ from nbdist.protocol import runs as rn
 from nbdist.supervisor import instructions as do
 
 if TYPE_CHECKING:
-    from nbdist.protocol.ids import CellId, Slot
+    from nbdist.protocol.ids import CellId, RunId, Slot
     from nbdist.protocol.topology import Membership
 
 
@@ -72,6 +72,14 @@ class Entering:
         for slot in slots:
             del self._waiting[slot]
         return slots
+
+    def turn_back(self, slot: Slot, run: RunId) -> None:
+        """One that waited has raised or left at the door: the others would wait for ever."""
+        event = self._waiting.get(slot)
+        if event is not None and rn.cell_run(event.cell, event.loop) == run:
+            del self._waiting[slot]
+            text = "another rank has left the cell's training loop before it began"
+            self.refuse("WrongState", text, event.cell)
 
     def refuse(self, kind: str, message: str, cell: CellId | None = None) -> None:
         """Send those who wait away, with an error; `cell`: only those of this cell."""

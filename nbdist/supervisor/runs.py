@@ -150,9 +150,14 @@ class Runs:
         """An own loop was left early on one engine; what is wrong with it, or nothing."""
         run = self.present
         if run is None or run.spec.run != event.run:
-            self._tell(event.slot, rn.EndRun(run=event.run))  # it was not told of the end
+            self.let_go(event.slot, event.run)
             return ""
         return self._leave(run, event.slot, Place(event.step, now), membership)
+
+    def let_go(self, slot: Slot, run: RunId) -> None:
+        """A member is out of a run that is not under way: over, or not begun."""
+        self.entering.turn_back(slot, run)
+        self._tell(slot, rn.EndRun(run=run))
 
     def _leave(self, run: Run, slot: Slot, place: Place, membership: Membership) -> str:
         run.left[slot] = place

@@ -259,7 +259,7 @@ class Machine(Deadlines):
         """The user's code raised on one rank: the run is over, and who waits for it is freed."""
         run = self.runs.present
         if run is None or run.spec.run != event.run:
-            self._tell(event.slot, rn.EndRun(run=event.run))  # it was not told of the end
+            self.runs.let_go(event.slot, event.run)
             return
         is_wanted = run.spec.cell is not None and run.spec.cell in self.gate.interrupted
         self._end_run("stopped" if is_wanted else "failed", event.fault, now)

@@ -420,6 +420,18 @@ def test_a_cell_that_cannot_train_is_sent_away_with_all_that_wait_for_it():
     assert not table.runs.entering
 
 
+def test_one_that_turns_back_at_the_door_sends_the_others_away():
+    """Interrupted while it waited: the loop would begin without it."""
+    table = Table(0, 1, 2)
+    table.enter(0)
+    table.enter(1)
+    table.leave(1, 0)
+    faults = {slot: end.fault for slot, end in table.told(rn.EndRun).items()}
+    assert faults[0].kind == "WrongState"
+    assert faults[1] is None
+    assert not table.runs.entering
+
+
 def test_an_own_loop_beside_another_run_is_refused():
     """Of a run of the user's, or of another cell's."""
     for table in (Table.going(), Table.looping()):
