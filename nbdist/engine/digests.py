@@ -17,6 +17,8 @@ import cloudpickle
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.engine.port import Drivable
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -76,6 +78,8 @@ class _Walk:
             return _state(dict(value.named_parameters()) or value.state_dict())
         if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
             return _state(value.state_dict())
+        if isinstance(value, Drivable):
+            return [value.digest().encode()]
         if isinstance(value, types.ModuleType):
             return [value.__name__.encode()]
         if isinstance(value, types.FunctionType):
@@ -132,6 +136,7 @@ _KINDS: tuple[tuple[str, type | tuple[type, ...]], ...] = (
     ("ddp", DistributedDataParallel),
     ("module", torch.nn.Module),
     ("optimizer", (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)),
+    ("trainer", Drivable),
     ("import", types.ModuleType),
     ("function", types.FunctionType),
     ("class", type),

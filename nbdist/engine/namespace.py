@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.engine.port import Drivable
 from nbdist.protocol import values
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def pack_names(user_ns: Mapping[str, Any], names: Iterable[str]) -> tuple[bytes,
     for name in names:
         value = user_ns.get(name)
         try:
-            if _has_state(value):
+            if isinstance(value, Drivable):
+                bundle[name] = ("trainer", values.pack((value.pack(), value)))
+            elif _has_state(value):
                 bundle[name] = ("state", values.pack((value.state_dict(), _rebuild(value))))
             else:
                 bundle[name] = ("value", values.pack(value))
@@ -56,6 +59,9 @@ def take_names(user_ns: dict[str, Any], data: bytes, names: Iterable[str]) -> di
         try:
             if kind == "value":
                 user_ns[name] = values.unpack(packed)
+            elif kind == "trainer":
+                state, whole = values.unpack(packed)
+                _take_trainer(user_ns, name, state, whole)
             else:
                 state, rebuilt = values.unpack(packed)
                 if _has_state(user_ns.get(name)):
@@ -80,6 +86,15 @@ def to_cpu(value: Any) -> Any:
     if type(value) is dict:
         return {k: to_cpu(v) for k, v in value.items()}
     return value
+
+
+def _take_trainer(user_ns: dict[str, Any], name: str, state: bytes, whole: Drivable) -> None:
+    """A trainer that the replay made is loaded in place: other names hold its parts."""
+    mine = user_ns.get(name)
+    if isinstance(mine, Drivable):
+        mine.unpack(state)
+    else:
+        user_ns[name] = whole
 
 
 def _has_state(value: Any) -> TypeGuard[torch.nn.Module]:

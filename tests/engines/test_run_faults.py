@@ -270,3 +270,20 @@ def test_nothing_grows(cluster, until):
     assert sizes[-1][0] <= sizes[2][0] + 3
     assert sizes[-1][1] <= sizes[2][1]
     assert sizes[-1][2] <= sizes[2][2] * 1.2
+
+
+@pytest.mark.parametrize("num_engines", [2, 3])
+def test_lost_between_runs(cluster, num_engines):
+    """A newcomer after a run is given its trainer as it stands, with one survivor too, and the next
+    run goes on from there."""
+    engines = cluster(num_engines)
+    begin(engines, 20).wait(60)
+    before = engines.generation
+    engines.kill(1)
+    engines.wait_healthy(30, after=before + 1)
+    training.check_replicas(engines)
+    assert not any(seat.not_restored for seat in engines.status())
+    run = engines.train("trainer", steps=20).wait(60)
+    training.check_steps(run, first=20)
+    training.check_replicas(engines)
+    training.check_samples(engines, 40)

@@ -296,6 +296,49 @@ def test_a_model_that_is_missing_is_given_whole():
     assert fingerprint(newcomer["model"]) == fingerprint(model)
 
 
+class Counter:
+    """As small as a trainer can be."""
+
+    def __init__(self, step):
+        self.step = step
+
+    async def drive(self, port):
+        raise NotImplementedError
+
+    def pack(self):
+        return str(self.step).encode()
+
+    def unpack(self, data):
+        self.step = int(data)
+
+    def digest(self):
+        return f"step {self.step}"
+
+    def parameter_digest(self):
+        return ""
+
+    def owned(self):
+        return [self]
+
+
+def test_a_trainer_is_loaded_in_place_or_given_whole():
+    """One that the replay made takes over the state; where none is, the donor's arrives."""
+    data, failed = pack_names({"t": Counter(7)}, ["t"])
+    assert not failed
+    mine = Counter(0)
+    namespace, empty = {"t": mine}, {}
+    assert not take_names(namespace, data, ["t"])
+    assert not take_names(empty, data, ["t"])
+    assert namespace["t"] is mine
+    assert mine.step == empty["t"].step == 7
+
+
+def test_a_trainer_is_compared_by_its_own_digest():
+    """Equal states are equal, whatever else the objects hold."""
+    assert fingerprint(Counter(3)) == fingerprint(Counter(3)) != fingerprint(Counter(4))
+    assert kind(Counter(3)) == "trainer"
+
+
 @pytest.mark.parametrize("make", [lambda: trained()[1], lambda: wrapped(linear())])
 def test_what_hangs_on_something_else_is_not_given_whole(make):
     """An optimizer would hold parameters of nobody, a wrapped model a group that is not there."""
