@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # for type checkers only; at run time __getattr__ loads what 
 
     from nbdist.session.cluster import Cluster
     from nbdist.session.outputs import CellResult
-    from nbdist.session.start import start
+    from nbdist.session.start import current, start
 
 __all__ = [
     "CellFailed",
@@ -48,6 +48,7 @@ __all__ = [
     "TargetError",
     "WrongState",
     "__version__",
+    "current",
     "load_ipython_extension",
     "start",
     "unload_ipython_extension",
@@ -56,6 +57,7 @@ __all__ = [
 _LATE = {
     "CellResult": "nbdist.session.outputs",
     "Cluster": "nbdist.session.cluster",
+    "current": "nbdist.session.start",
     "start": "nbdist.session.start",
 }
 """Public name -> the module that has it."""

@@ -56,12 +56,15 @@ class Giving:
         self._groups, self._runs, self._tell = groups, runs, tell
 
     def fingerprint(self, order: od.FingerprintNames) -> None:
-        """Report digests of the user's names, but for what the present trainer carries."""
+        """Report digests of the user's names.
+
+        But for what the present trainer carries, and what the cell that trains has bound itself.
+        """
         owned = self._runs.owned()
         digests = {
             name: fingerprint(self._user_ns[name])
             for name in user_names(self._user_ns, self._hidden)
-            if id(self._user_ns[name]) not in owned
+            if id(self._user_ns[name]) not in owned and not self._runs.is_of_the_loop(name)
         }
         self._tell(
             ev.NamesFingerprinted(slot=self._slot, generation=order.generation, digests=digests)

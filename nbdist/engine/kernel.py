@@ -74,13 +74,14 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         generation = self.groups.generation
         # An engine's history has no reader, would keep every result, and formats errors twice.
         kwargs["store_history"] = False
-        self.agent.cell = self.runs.cell = CellId(cell)
+        self.agent.cell = CellId(cell)
+        self.runs.begin_cell(CellId(cell))
         try:
             with self._main_thread_known():
                 reply = dict(await super().do_execute(*args, **kwargs))
         finally:
             self.agent.leave_cell()
-            self.runs.cell = None
+            self.runs.end_cell()
         result = self.shell.last_execution_result
         self.shell.last_execution_result = None
         if reply["status"] == "ok":

@@ -60,6 +60,8 @@ class Runs:
         """The run under which the present group was formed."""
         self.cell: CellId | None = None
         """The cell that runs now."""
+        self._bound_before: dict[str, int] = {}
+        """What the user's names held when it began."""
         self.is_replaying = False
         """A replay trains nothing."""
         self._num_loops: tuple[CellId | None, int] = (None, 0)
@@ -68,6 +70,23 @@ class Runs:
         self._news = asyncio.Event()
         """An order about the run was carried out."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- the kernel's side
+
+    def begin_cell(self, cell: CellId) -> None:
+        """A cell begins."""
+        self.cell = cell
+        self._bound_before = {name: id(value) for name, value in self._user_ns.items()}
+
+    def end_cell(self) -> None:
+        """It is over."""
+        self.cell, self._bound_before = None, {}
+
+    def is_of_the_loop(self, name: str) -> bool:
+        """Whether a name was bound by the cell whose own loop trains: every rank has its own."""
+        if self.port is None or self.port.spec.cell is None:
+            return False
+        return self._bound_before.get(name) != id(self._user_ns.get(name))
 
     # ---- the trainer's side
 

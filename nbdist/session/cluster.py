@@ -112,8 +112,9 @@ class Cluster:
     def status(self) -> list[RankStatus]:
         """The seats now, in slot order."""
         view = self._ask(od.QueryView(), 5.0)
-        step = self._runs.step()
-        return [rank_status(seat, step) for seat in view.seats]
+        step, pace = self._runs.pace()
+        share = pace / view.membership.world_size if pace is not None else None
+        return [rank_status(seat, step, share) for seat in view.seats]
 
     # ---- cells and values
 

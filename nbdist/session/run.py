@@ -114,6 +114,11 @@ class Run:
         return self.first_step if known is None else known
 
     @property
+    def samples_per_second(self) -> float | None:
+        """Of all ranks together, over the last steps; None before there are any."""
+        return self._record.samples_per_second()
+
+    @property
     def history(self) -> dict[str, NDArray[Any]]:
         """The committed steps: arrays with a row for each, by the name of the quantity.
 
@@ -316,7 +321,7 @@ class Run:
         parts = [f"{self._who}: {self.state}{why}", f"{self.num_committed}{of} steps"]
         if (loss := self._record.loss()) is not None:
             parts.append(f"loss {loss:.4g}")
-        if (pace := self._record.samples_per_second()) is not None and not self.is_over:
+        if (pace := self.samples_per_second) is not None and not self.is_over:
             parts.append(f"{pace:.4g} samples/s")
         return ", ".join(parts)
 

@@ -55,14 +55,14 @@ class Runs:
         run.target = begun.step + order.steps if run.target is None else run.target
         return run
 
-    def step(self) -> int | None:
-        """Steps that are committed in the run that goes on; None where none does."""
+    def pace(self) -> tuple[int | None, float | None]:
+        """Of the run that goes on: steps committed, samples per second of all ranks together."""
         going = [run for run in self.all() if not run.is_over]
         if not going:
-            return None
+            return None, None
         with contextlib.suppress(TimeoutError):
             going[-1].refresh(GLANCE_LIMIT_S)
-        return going[-1].num_committed
+        return going[-1].num_committed, going[-1].samples_per_second
 
     def hear(self, view: od.WorldView) -> None:
         """The world as it is now."""

@@ -35,8 +35,17 @@ class RankStatus:
     """Name -> why it could not be brought back after a refill."""
 
 
-def rank_status(seat: od.SeatView, step: int | None = None) -> RankStatus:
-    """One row; `step`: steps committed in the run that goes on, by every member alike."""
+def rank_status(
+    seat: od.SeatView, step: int | None = None, samples_per_second: float | None = None
+) -> RankStatus:
+    """One row.
+
+    Args:
+        seat: as the supervisor sees it.
+        step: steps committed in the run that goes on, by every member alike.
+        samples_per_second: likewise, of each member.
+    """
+    is_member = seat.state == "member"
     return RankStatus(
         rank=seat.rank,
         slot=seat.slot,
@@ -46,8 +55,8 @@ def rank_status(seat: od.SeatView, step: int | None = None) -> RankStatus:
         pid=seat.pid,
         host=seat.host,
         memory_bytes=seat.rss_bytes,
-        step=step if seat.state == "member" else None,
-        samples_per_second=None,
+        step=step if is_member else None,
+        samples_per_second=samples_per_second if is_member else None,
         activity=seat.activity,
         not_restored=dict(seat.not_restored),
     )

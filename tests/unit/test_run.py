@@ -519,18 +519,20 @@ def test_a_cells_own_loop_is_a_run_too(supervisor):
     assert (run.id, run.name, run.target) == ("c1.0", "", 10)
 
 
-def test_the_step_of_the_run_that_goes_on(supervisor):
-    """None where none does."""
+def test_the_pace_of_the_run_that_goes_on(supervisor):
+    """Steps, and samples per second of all ranks; None where none does."""
     runs = Runs(supervisor.ask)
-    assert runs.step() is None
+    assert runs.pace() == (None, None)
     runs.begin("trainer", 3)
-    assert runs.step() == 7
+    assert runs.pace() == (7, None)
     supervisor.rows = rows(7, 9)
-    assert runs.step() == 9
+    step, pace = runs.pace()
+    assert step == 9
+    assert pace == runs.all()[-1].samples_per_second > 0
     supervisor.error = TimeoutError("no answer")
-    assert runs.step() == 9
+    assert runs.pace()[0] == 9
     runs.hear(world(view("finished")))
-    assert runs.step() is None
+    assert runs.pace() == (None, None)
 
 
 def test_before_a_run_begins_the_last_one_is_read_to_its_end(supervisor):
