@@ -151,6 +151,8 @@ class Step:
                 value, weight, is_last=is_last, vote=vote, meanwhile=self._look_ahead
             )
         self._stamps.backward(ready_ns)
+        if self._result is not None:
+            self._stamps.vote()
         self._num_done += 1
 
     def generator(self, index: int) -> torch.Generator:
@@ -219,12 +221,12 @@ class Step:
         self._check_done()
         state, exchange = self._state, self._state.exchange
         result = self._result
+        self._stamps.next_part()
         if result is None:
-            self._stamps.next_part()
             vote = torch.tensor(self._vote(), dtype=torch.float64)
             exchange.sum_(vote)
             result = vote.tolist()
-        self._stamps.vote()
+            self._stamps.vote()
         changed = result[FIRST_BUFFER:]
         loss = result[LOSS] / result[COUNT] if result[COUNT] > 0 else math.nan
         is_applied = math.isfinite(loss)

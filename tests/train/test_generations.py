@@ -24,8 +24,9 @@ from nbdist.train import DataParallel, Trainer
 from nbdist.train.loop import train, walk
 
 FEATURES, STEPS = 12, 8
-BREAK_LIMIT_S = 1.0
-"""To leave a group; torch's own stall, where something still holds it, takes five."""
+BREAK_LIMIT_S = 2.5
+"""To leave a group, a few hundredths of a second where nothing else runs; torch's own stall, where
+something still holds the group, takes five."""
 
 
 def build():
