@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RUNDIR_VARIABLE = "NBDIST_RUNDIR"
 """In the environment of everything that a cluster starts: its directory."""
 _PACKAGE = "nbdist."
-_ROUND_S = 0.5
+_ROUND_S = 0.1
 
 
 def module_environment(rundir: RunDir, around: Surroundings) -> dict[str, str]:

@@ -171,7 +171,9 @@ class Engine:
             case od.ReceiveNames():
                 self._giving.receive(order)
             case od.EndEngine():
-                self._app.loop.stop()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os.killpg(os.getpid(), signal.SIGKILL)  # with what the user's code has started
             case rn.BindRun() | rn.GoOn() | rn.HoldRun() | rn.EndRun():
                 self._runs.take(order)
 

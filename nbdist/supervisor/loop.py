@@ -392,8 +392,9 @@ class Loop:
             self._zygote.read()
             time.sleep(0.02)
         end_processes(self._rundir.path, timeout_s=5.0)
-        for child in psutil.Process().children():
-            psutil.wait_procs([child], timeout=1.0)  # leave no zombie to whoever inherits them
+        psutil.wait_procs(psutil.Process().children(), timeout=1.0)  # zombies are left to nobody
+        if self._hub is not None:
+            self._hub.close()  # what waits for the controller is not waited for: it is gone
         self._desk.say_goodbye()
         self._context.destroy(linger=500)
         self._rundir.remove()
