@@ -56,6 +56,9 @@ class Runs:
         self.slot, self.groups, self.tell, self.poll = slot, groups, tell, poll
         self._user_ns = user_ns
         self.port: Port | None = None
+        self._over: Port | None = None
+        """A run that ended in mid-step: in the next group its trainer is made the same on all
+        ranks."""
         self._spec: rn.RunSpec | None = None
         """The run under which the present group was formed."""
         self.cell: CellId | None = None
@@ -109,6 +112,7 @@ class Runs:
         self._num_loops = self.cell, number + 1 if cell == self.cell else 0
         loop = self._num_loops[1]
         spec = rn.RunSpec(run=rn.cell_run(self.cell, loop), name="", cell=self.cell)
+        self._over = self.port or self._over
         self.port = Port(self, spec, trainer)
         self.port.say(
             rn.RunEntered(
@@ -151,6 +155,9 @@ class Runs:
         if isinstance(order, rn.BindRun):
             self._bind_and_say(order.spec)
             return
+        if isinstance(order, rn.EndRun):
+            self._end(order)
+            return
         run = order.spec.run if isinstance(order, rn.GoOn) else order.run
         if port is None or port.spec.run != run:
             return
@@ -160,9 +167,16 @@ class Runs:
                     port.go_on(order)
             case rn.HoldRun():
                 port.wants_hold = True
-            case rn.EndRun(fault=fault):
-                port.end(fault)
-                self.port = None
+        self._news.set()
+
+    def _end(self, order: rn.EndRun) -> None:
+        """A run is over; told once more when nothing is left to be made even."""
+        port, over = self.port, self._over
+        if order.is_even and over is not None and over.spec.run == order.run:
+            self._over = None
+        if port is not None and port.spec.run == order.run:
+            port.end(order.fault)
+            self.port, self._over = None, None if order.is_even else port
         self._news.set()
 
     def stand(self) -> None:
@@ -178,6 +192,8 @@ class Runs:
         port, self._spec = self.port, spec
         if spec is None:
             return None
+        if self._over is not None and self._over.spec == spec:
+            return self._over.trainer.step
         if port is not None and port.spec.run != spec.run:
             port.end(None)
             self.port = port = None
@@ -187,19 +203,26 @@ class Runs:
     # ---- what a newcomer is given
 
     def owned(self) -> set[int]:
-        """Identities of what belongs to the trainer of the present run."""
-        return {id(o) for o in self.port.trainer.owned()} if self.port is not None else set()
+        """Identities of what belongs to the trainer that newcomers are given as a whole."""
+        port = self._given
+        return {id(o) for o in port.trainer.owned()} if port is not None else set()
+
+    @property
+    def _given(self) -> Port | None:
+        """Whose trainer is handed over in the present group."""
+        over = self._over
+        return over if over is not None and over.spec == self._spec else self.port
 
     def offer(self) -> tuple[bytes, str]:
         """The present trainer, packed, and the digest of its state."""
-        if self.port is None:
+        if self._given is None:
             raise WrongState("no run goes on here")
-        trainer = self.port.trainer
+        trainer = self._given.trainer
         return trainer.pack(), trainer.digest()
 
     def receive(self, data: bytes) -> str:
         """Take over a state; the digest of what is here then."""
-        port = self.port or self._bind_if_here(self._spec)
+        port = self._given or self._bind_if_here(self._spec)
         if port is None:
             raise WrongState("no trainer is here that could take over a state")
         port.trainer.unpack(data)
