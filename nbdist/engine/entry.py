@@ -177,6 +177,7 @@ class Engine:
 
     def push(self, packed: dict[str, bytes]) -> None:
         """Bind names to packed values."""
+        self._runs.check_names(packed)
         for name, data in packed.items():
             self._shell.user_ns[name] = values.unpack(data)
 

@@ -16,13 +16,17 @@ from nbdist.errors import WrongState
 from nbdist.protocol import runs as rn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from nbdist.engine.group import Groups
     from nbdist.protocol import events as ev
     from nbdist.protocol.ids import CellId, Slot
 
 log = logging.getLogger(__name__)
+_REMADE = (
+    "{name} is the trainer of a run that goes on, and keeps its name: the run trains on with it. "
+    "run.stop() or %dist_stop ends the run; then make it anew, or use another name now"
+)
 _present: Runs | None = None
 
 
@@ -199,6 +203,33 @@ class Runs:
             self.port = port = None
         port = port or self._bind_if_here(spec)
         return port.trainer.step if port is not None else None
+
+    # ---- what a cell may not do to it
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Before names are bound from outside.
+
+        Raises:
+            WrongState: the trainer that trains has one of them.
+        """
+        if (name := self._trained_name) in set(names):
+            raise WrongState(_REMADE.format(name=name))
+
+    def restore_name(self) -> str:
+        """After a cell: give its name back to the trainer that trains.
+
+        What is wrong, in words, where the cell had taken it; else nothing.
+        """
+        name = self._trained_name
+        if self.port is None or not name or self._user_ns.get(name) is self.port.trainer:
+            return ""
+        self._user_ns[name] = self.port.trainer
+        return _REMADE.format(name=name)
+
+    @property
+    def _trained_name(self) -> str:
+        port = self.port
+        return port.spec.name if port is not None and not port.is_over else ""
 
     # ---- what a newcomer is given
 

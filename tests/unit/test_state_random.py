@@ -473,9 +473,10 @@ class Life:
         if isinstance(order, rn.BindRun):
             self.bind(engine, order.spec)
             return
+        if isinstance(order, rn.EndRun):
+            self.end_run(engine, order)
+            return
         run = order.spec.run if isinstance(order, rn.GoOn) else order.run
-        if isinstance(order, rn.EndRun) and order.is_even and engine.is_over(run):
-            engine.over = None
         if port is None or port.spec.run != run:
             return
         match order:
@@ -489,12 +490,18 @@ class Life:
                     self.say_held(engine)
             case rn.HoldRun():
                 port.wants_hold = True
-            case rn.EndRun(fault=fault, is_even=is_even):
-                was_over = port.is_over
-                self.stand(engine)
-                engine.port, engine.over = None, None if is_even else port.spec
-                if port.spec.cell is not None and fault is not None and not was_over:
-                    self.fail_cell(engine)
+
+    def end_run(self, engine, order):
+        port = engine.port
+        if order.is_even and engine.is_over(order.run):
+            engine.over = None
+        if port is None or port.spec.run != order.run:
+            return
+        was_over = port.is_over
+        self.stand(engine)
+        engine.port, engine.over = None, None if order.is_even else port.spec
+        if port.spec.cell is not None and order.fault is not None and not was_over:
+            self.fail_cell(engine)
 
     def bind(self, engine, spec):
         port, kind = engine.port, ""
