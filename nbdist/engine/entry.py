@@ -29,7 +29,7 @@ from nbdist.engine.handover import Giving
 from nbdist.engine.kernel import CellKernel
 from nbdist.engine.namespace import OURS, to_cpu
 from nbdist.engine.output import open_log
-from nbdist.engine.port import Drivable
+from nbdist.engine.port import is_trainer
 from nbdist.engine.runs import Runs
 from nbdist.engine.whereabouts import Whereabouts
 from nbdist.protocol import events as ev
@@ -200,7 +200,7 @@ class Engine:
         if name not in self._shell.user_ns:
             raise NameError(f"name {name!r} is not defined on slot {self._slot}")
         value = self._shell.user_ns[name]
-        if isinstance(value, Drivable):
+        if is_trainer(value):
             return value.parameter_digest()
         if isinstance(value, torch.nn.Module):
             return parameters_digest(value.parameters())

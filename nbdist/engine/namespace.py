@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.engine.port import Drivable
+from nbdist.engine.port import Drivable, is_trainer
 from nbdist.protocol import values
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def pack_names(user_ns: Mapping[str, Any], names: Iterable[str]) -> tuple[bytes,
     for name in names:
         value = user_ns.get(name)
         try:
-            if isinstance(value, Drivable):
+            if is_trainer(value):
                 bundle[name] = ("trainer", values.pack((value.pack(), _whole(value))))
             elif _has_state(value):
                 bundle[name] = ("state", values.pack((value.state_dict(), _rebuild(value))))
@@ -85,7 +85,7 @@ def _load(user_ns: dict[str, Any], name: str, state: Any, rebuilt: Any) -> bool:
     Else bind what was sent whole; False where it was not.
     """
     here = user_ns.get(name)
-    if isinstance(here, Drivable):
+    if is_trainer(here):
         here.unpack(state)
     elif _has_state(here):
         here.load_state_dict(state)

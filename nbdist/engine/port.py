@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch.distributed as dist
@@ -63,6 +63,11 @@ class Drivable(Protocol):
 
     def owned(self) -> list[object]:
         """What it carries: a newcomer is given these through it."""
+
+
+def is_trainer(value: object) -> TypeGuard[Drivable]:
+    """Whether it can be driven; its class, which has all the names too, cannot."""
+    return isinstance(value, Drivable) and not isinstance(value, type)
 
 
 class Ground(Protocol):

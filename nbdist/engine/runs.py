@@ -11,7 +11,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from nbdist.engine.port import Drivable, Port
+from nbdist.engine.port import Drivable, Port, is_trainer
 from nbdist.errors import WrongState
 from nbdist.protocol import runs as rn
 
@@ -270,7 +270,7 @@ class Runs:
         fault = None
         if spec.name not in self._user_ns:
             fault = rn.RunFault(kind="NameError", message=f"name {spec.name!r} is not defined")
-        elif not isinstance(trainer, Drivable):
+        elif not is_trainer(trainer):
             kind = type(trainer).__name__
             text = f"{spec.name} is a {kind}, not a nbdist.train.Trainer"
             fault = rn.RunFault(kind="TypeError", message=text)
@@ -288,7 +288,7 @@ class Runs:
     def _bind_if_here(self, spec: rn.RunSpec | None) -> Port | None:
         """A newcomer's trainer, made by the replay or given whole."""
         trainer = self._user_ns.get(spec.name) if spec is not None else None
-        if spec is None or spec.cell is not None or not isinstance(trainer, Drivable):
+        if spec is None or spec.cell is not None or not is_trainer(trainer):
             return None
         return self._bind(spec, trainer)
 

@@ -198,13 +198,11 @@ class Handover:
         for slot in self._newcomers:
             mine = self._digests[slot]
             names, unsettled = [], {}
-            # The cell whose loop trains goes on there, and binds what is still missing itself.
-            is_in_loop = self.run is not None and not self.run.name
             for name, digest in common.items():
                 if mine.get(name) == digest and digest:
                     continue
                 if not digest:
-                    if name not in mine and not is_in_loop:
+                    if name not in mine:
                         unsettled[name] = "missing, and its value cannot be copied"
                 elif len(held) > 1 or name not in mine or digest.startswith(REPLICATED):
                     names.append(name)
@@ -215,7 +213,7 @@ class Handover:
                 kind = held[0][name]
                 if kind.startswith(REPLICATED):
                     unsettled[name] = "differs between the survivors, though it should be a replica"
-                elif name not in mine and not is_in_loop and not kind.startswith(IMPORTED):
+                elif name not in mine and not kind.startswith(IMPORTED):
                     unsettled[name] = (
                         "differs between the survivors, and the replay did not make it"
                     )
