@@ -137,7 +137,7 @@ class Runs:
         if self.present is not None and self.present.spec.run == event.run:
             self.present.bound[event.slot] = event
         else:  # it was refused or is over, or a supervisor that is gone had begun it
-            self._tell(event.slot, rn.EndRun(run=event.run))
+            self.let_go(event.slot, event.run)
 
     def held(self, event: rn.RunHeld, membership: Membership, now: float) -> str:
         """A member stands; what is wrong with it, in words, or nothing."""
@@ -355,6 +355,11 @@ class Runs:
         if run.spec.cell is not None:
             self._out.append(do.Notify(rn.CellTrains(cell=run.spec.cell, is_training=False)))
             self._begin_own_loop(membership)  # some may have come to the next one early
+
+    def let_go(self, slot: Slot, run: RunId) -> None:
+        """An engine is in a run that is over: it may not have been told."""
+        is_even = self.uneven is None or self.uneven.spec.run != run
+        self._tell(slot, rn.EndRun(run=run, is_even=is_even))
 
     def evened(self, membership: Membership) -> None:
         """All members hold the same step of the last run: those that lagged were given it."""

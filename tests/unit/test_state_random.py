@@ -440,7 +440,9 @@ class Life:
         if rn.TRAINER in order.names and goes_well:
             if engine.over is None:
                 self.bind_if_here(engine, engine.formed_under)
-            if engine.port is not None or engine.over == engine.formed_under:
+            has_it = engine.port is not None or engine.over == engine.formed_under
+            assert has_it or not engine.has_trainer
+            if has_it:
                 assert engine.steps == steps[: len(engine.steps)] or not engine.has_stepped
                 engine.steps, engine.lr, digest = steps, lr, f"{steps}"
         return ev.NamesReceived(
