@@ -75,8 +75,8 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
                 reply = dict(await super().do_execute(*args, **kwargs))
         finally:
             self.agent.leave_cell()
-            self.runs.end_cell()
-        result = self.shell.last_execution_result
+            result = self.shell.last_execution_result
+            self.runs.end_cell(_error_of(result))
         self.shell.last_execution_result = None
         if (wrong := self.runs.restore_name()) and reply["status"] == "ok":
             self.agent.tell(ev.CellFailedOnRank(slot=self.slot, cell=CellId(cell)))
@@ -84,7 +84,7 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         if reply["status"] == "ok":
             reply[METADATA] = _value(result.result if result is not None else None)
             return reply
-        error = (result.error_before_exec or result.error_in_exec) if result is not None else None
+        error = _error_of(result)
         is_same = generation == self.groups.generation or isinstance(error, RunEnded)
         released = is_same and self._is_released(error)
         reply.setdefault("engine_info", {})[METADATA] = {"released": released}
@@ -169,6 +169,14 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         if isinstance(explained, GroupGone) and explained is not error:
             reply["ename"], reply["evalue"] = "GroupGone", str(explained)
             reply["traceback"] = [*reply["traceback"], f"GroupGone: {explained}"]
+
+
+def _error_of(result: Any) -> BaseException | None:
+    """What a cell raised."""
+    if result is None:
+        return None
+    error: BaseException | None = result.error_before_exec or result.error_in_exec
+    return error
 
 
 def _leave_out_ours(traceback: TracebackType | None) -> None:

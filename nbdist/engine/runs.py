@@ -85,9 +85,16 @@ class Runs:
         self.cell = cell
         self._bound_before = {name: id(value) for name, value in self._user_ns.items()}
 
-    def end_cell(self) -> None:
-        """It is over."""
+    def end_cell(self, error: BaseException | None) -> None:
+        """It is over, and with it its own loop, though something may still hold it."""
+        port, cell = self.port, self.cell
         self.cell, self._bound_before = None, {}
+        if port is None or port.spec.cell is None or port.spec.cell != cell:
+            return
+        if error is not None:
+            port.raised(error)
+        else:
+            port.left(port.trainer.step)
 
     def is_of_the_loop(self, name: str) -> bool:
         """Whether a name was bound by the cell whose own loop trains: every rank has its own."""

@@ -215,6 +215,7 @@ class Step:
         state.buffers.put_back()
         if not self._port.broken(self.number, error):
             self._port.raised(error)
+            state.end_walk()
             return False
         state.attempt += 1
         forget(error)
