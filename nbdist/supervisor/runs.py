@@ -160,7 +160,8 @@ class Runs:
     def let_go(self, slot: Slot, run: RunId) -> None:
         """A member is out of a run that is not under way: over, or not begun."""
         self.entering.turn_back(slot, run)
-        self._tell(slot, rn.EndRun(run=run))
+        is_even = self.uneven is None or self.uneven.spec.run != run
+        self._tell(slot, rn.EndRun(run=run, is_even=is_even))
 
     def _leave(self, run: Run, slot: Slot, place: Place, membership: Membership) -> str:
         run.left[slot] = place
@@ -355,11 +356,6 @@ class Runs:
         if run.spec.cell is not None:
             self._out.append(do.Notify(rn.CellTrains(cell=run.spec.cell, is_training=False)))
             self._begin_own_loop(membership)  # some may have come to the next one early
-
-    def let_go(self, slot: Slot, run: RunId) -> None:
-        """An engine is in a run that is over: it may not have been told."""
-        is_even = self.uneven is None or self.uneven.spec.run != run
-        self._tell(slot, rn.EndRun(run=run, is_even=is_even))
 
     def evened(self, membership: Membership) -> None:
         """All members hold the same step of the last run: those that lagged were given it."""
