@@ -17,7 +17,7 @@ import cloudpickle
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.engine.port import Drivable
+from nbdist.engine.port import is_trainer
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -57,6 +57,8 @@ class _Walk:
         for name, classes in _KINDS:
             if isinstance(value, classes):
                 return name
+        if not isinstance(value, _PLAIN) and is_trainer(value):
+            return "trainer"
         return type(value).__name__
 
     def digest(self, value: Any) -> bytes:
@@ -78,7 +80,7 @@ class _Walk:
             return _state(dict(value.named_parameters()) or value.state_dict())
         if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
             return _state(value.state_dict())
-        if isinstance(value, Drivable):
+        if is_trainer(value):
             return [value.digest().encode()]
         if isinstance(value, types.ModuleType):
             return [value.__name__.encode()]
@@ -136,7 +138,6 @@ _KINDS: tuple[tuple[str, type | tuple[type, ...]], ...] = (
     ("ddp", DistributedDataParallel),
     ("module", torch.nn.Module),
     ("optimizer", (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)),
-    ("trainer", Drivable),
     ("import", types.ModuleType),
     ("function", types.FunctionType),
     ("class", type),

@@ -29,7 +29,7 @@ from nbdist.engine.handover import Giving
 from nbdist.engine.kernel import CellKernel
 from nbdist.engine.namespace import OURS, to_cpu
 from nbdist.engine.output import open_log
-from nbdist.engine.port import Drivable
+from nbdist.engine.port import is_trainer
 from nbdist.engine.runs import Runs
 from nbdist.engine.whereabouts import Whereabouts
 from nbdist.protocol import events as ev
@@ -179,6 +179,7 @@ class Engine:
 
     def push(self, packed: dict[str, bytes]) -> None:
         """Bind names to packed values."""
+        self._runs.check_names(packed)
         for name, data in packed.items():
             self._shell.user_ns[name] = values.unpack(data)
 
@@ -201,7 +202,7 @@ class Engine:
         if name not in self._shell.user_ns:
             raise NameError(f"name {name!r} is not defined on slot {self._slot}")
         value = self._shell.user_ns[name]
-        if isinstance(value, Drivable):
+        if is_trainer(value):
             return value.parameter_digest()
         if isinstance(value, torch.nn.Module):
             return parameters_digest(value.parameters())

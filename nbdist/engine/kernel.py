@@ -18,7 +18,8 @@ from ipyparallel.engine.kernel import IPythonParallelKernel
 
 from nbdist.engine.group import Groups, is_communication_error
 from nbdist.engine.namespace import to_cpu
-from nbdist.errors import GroupGone, RunEnded
+from nbdist.engine.port import OURS
+from nbdist.errors import GroupGone, NbdistError, RunEnded, WrongState
 from nbdist.protocol import events as ev
 from nbdist.protocol import values
 from nbdist.protocol.calls import METADATA
@@ -35,15 +36,9 @@ CUT_LIMIT_S = 1.0
 MAX_RECURSION_FRAMES = 20
 MAX_VALUE_BYTES = 1_000_000
 """The value of a cell's last expression travels with the reply up to this size."""
-_TOO_LATE: dict[str, Any] = {
-    "status": "error",
-    "ename": "GroupGone",
-    "evalue": "the group of this cell broke before the cell came here; it was not begun",
-    "traceback": [],
-}
-"""The reply to a cell that came when its group was gone: in none, or in the next, it is not what it
-was meant to be."""
-_NOT_BEGUN = {"released": True, "is_begun": False}
+_TOO_LATE = GroupGone("the group of this cell broke before the cell came here; it was not begun")
+"""Of a cell that came when its group was gone: in none, or in the next, it is not what it was meant
+to be."""
 
 
 class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
@@ -57,7 +52,7 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
     def bind(self, slot: Slot, agent: Agent, groups: Groups, runs: Runs) -> None:
         """Give it what it reports to."""
         self.slot, self.agent, self.groups, self.runs = slot, agent, groups, runs
-        self.shell.set_custom_exc((RuntimeError,), self._show_error)
+        self.shell.set_custom_exc((Exception,), self._show_error)
 
     async def do_execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell.
@@ -69,8 +64,7 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         if cell is None or self.agent is None or self.groups is None or self.runs is None:
             return dict(await super().do_execute(*args, **kwargs))
         if ours["generation"] is not None and self.groups.has_left(ours["generation"]):
-            info = {**self.get_engine_info("execute"), METADATA: _NOT_BEGUN}
-            return {**_TOO_LATE, "engine_info": info}
+            return self._failure(_TOO_LATE, released=True, is_begun=False)
         generation = self.groups.generation
         # An engine's history has no reader, would keep every result, and formats errors twice.
         kwargs["store_history"] = False
@@ -81,13 +75,16 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
                 reply = dict(await super().do_execute(*args, **kwargs))
         finally:
             self.agent.leave_cell()
-            self.runs.end_cell()
-        result = self.shell.last_execution_result
+            result = self.shell.last_execution_result
+            self.runs.end_cell(_error_of(result))
         self.shell.last_execution_result = None
+        if (wrong := self.runs.restore_name()) and reply["status"] == "ok":
+            self.agent.tell(ev.CellFailedOnRank(slot=self.slot, cell=CellId(cell)))
+            return self._failure(WrongState(wrong), released=False)
         if reply["status"] == "ok":
             reply[METADATA] = _value(result.result if result is not None else None)
             return reply
-        error = (result.error_before_exec or result.error_in_exec) if result is not None else None
+        error = _error_of(result)
         is_same = generation == self.groups.generation or isinstance(error, RunEnded)
         released = is_same and self._is_released(error)
         reply.setdefault("engine_info", {})[METADATA] = {"released": released}
@@ -96,6 +93,17 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         if not released:
             self.agent.tell(ev.CellFailedOnRank(slot=self.slot, cell=CellId(cell)))
         return reply
+
+    def _failure(self, error: NbdistError, **about: bool) -> dict[str, Any]:
+        """The reply of a cell that failed without an error of its own."""
+        kind, text = type(error).__name__, str(error)
+        return {
+            "status": "error",
+            "ename": kind,
+            "evalue": text,
+            "traceback": [f"{kind}: {text}"],
+            "engine_info": {**self.get_engine_info("execute"), METADATA: about},
+        }
 
     def _abort_queues(self, *_args: Any, **_kwargs: Any) -> None:
         """A cell that fails takes no other with it: what is queued here is not of its notebook run.
@@ -152,6 +160,7 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         else:
             if isinstance(error, RecursionError):
                 _shorten(traceback)
+            _leave_out_ours(traceback)
             shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
 
     def _explain(self, reply: dict[str, Any], error: BaseException) -> None:
@@ -160,6 +169,24 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         if isinstance(explained, GroupGone) and explained is not error:
             reply["ename"], reply["evalue"] = "GroupGone", str(explained)
             reply["traceback"] = [*reply["traceback"], f"GroupGone: {explained}"]
+
+
+def _error_of(result: Any) -> BaseException | None:
+    """What a cell raised."""
+    if result is None:
+        return None
+    error: BaseException | None = result.error_before_exec or result.error_in_exec
+    return error
+
+
+def _leave_out_ours(traceback: TracebackType | None) -> None:
+    """Where a cell has called us, its own line says more than ours; what we call is the user's."""
+    while traceback is not None:
+        following = traceback.tb_next
+        while following is not None and following.tb_frame.f_code.co_filename.startswith(OURS):
+            following = following.tb_next
+        traceback.tb_next = following
+        traceback = following
 
 
 def _shorten(traceback: TracebackType | None) -> None:

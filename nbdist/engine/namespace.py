@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.engine.port import Drivable
+from nbdist.engine.port import Drivable, is_trainer
 from nbdist.protocol import values
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def pack_names(user_ns: Mapping[str, Any], names: Iterable[str]) -> tuple[bytes,
     for name in names:
         value = user_ns.get(name)
         try:
-            if isinstance(value, Drivable):
-                bundle[name] = ("trainer", values.pack((value.pack(), value)))
+            if is_trainer(value):
+                bundle[name] = ("trainer", values.pack((value.pack(), _whole(value))))
             elif _has_state(value):
                 bundle[name] = ("state", values.pack((value.state_dict(), _rebuild(value))))
             else:
@@ -59,19 +59,10 @@ def take_names(user_ns: dict[str, Any], data: bytes, names: Iterable[str]) -> di
         try:
             if kind == "value":
                 user_ns[name] = values.unpack(packed)
-            elif kind == "trainer":
-                state, whole = values.unpack(packed)
-                _take_trainer(user_ns, name, state, whole)
-            else:
-                state, rebuilt = values.unpack(packed)
-                if _has_state(user_ns.get(name)):
-                    user_ns[name].load_state_dict(state)
-                elif rebuilt is not None:
-                    user_ns[name] = rebuilt
-                else:
-                    failed[name] = (
-                        "missing, and only its state could be sent: run the cell that makes it"
-                    )
+            elif not _load(user_ns, name, *values.unpack(packed)):
+                failed[name] = (
+                    "missing, and only its state could be sent: run the cell that makes it"
+                )
         except Exception as error:  # noqa: BLE001 - as above; the reason is told
             failed[name] = f"could not be taken over: {type(error).__name__}: {error}"
     return failed
@@ -88,13 +79,29 @@ def to_cpu(value: Any) -> Any:
     return value
 
 
-def _take_trainer(user_ns: dict[str, Any], name: str, state: bytes, whole: Drivable) -> None:
-    """A trainer that the replay made is loaded in place: other names hold its parts."""
-    mine = user_ns.get(name)
-    if isinstance(mine, Drivable):
-        mine.unpack(state)
+def _load(user_ns: dict[str, Any], name: str, state: Any, rebuilt: Any) -> bool:
+    """Load a state into what has the name here, since other names may hold its parts.
+
+    Else bind what was sent whole; False where it was not.
+    """
+    here = user_ns.get(name)
+    if is_trainer(here):
+        here.unpack(state)
+    elif _has_state(here):
+        here.load_state_dict(state)
+    elif rebuilt is not None:
+        user_ns[name] = values.unpack(rebuilt) if isinstance(rebuilt, bytes) else rebuilt
     else:
-        user_ns[name] = whole
+        return False
+    return True
+
+
+def _whole(trainer: Drivable) -> bytes | None:
+    """A trainer for a newcomer that lacks it; None where its data or functions cannot be sent."""
+    try:
+        return values.pack(trainer)
+    except Exception:  # noqa: BLE001 - as above; who lacks it is told that only its state came
+        return None
 
 
 def _has_state(value: Any) -> TypeGuard[torch.nn.Module]:

@@ -11,7 +11,8 @@ import os
 import threading
 import traceback
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch.distributed as dist
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 NUM_RECENT = 256
 """So many of the last rows are reported again to a supervisor that takes over."""
+OURS = str(Path(__file__).parents[1]) + os.sep
+"""Where nbdist's own code lies."""
 MAX_BREAKS = 3
 """So often in a row may a step break among the very same engines; then the error is the user's."""
 
@@ -60,6 +63,11 @@ class Drivable(Protocol):
 
     def owned(self) -> list[object]:
         """What it carries: a newcomer is given these through it."""
+
+
+def is_trainer(value: object) -> TypeGuard[Drivable]:
+    """Whether it can be driven; its class, which has all the names too, cannot."""
+    return isinstance(value, Drivable) and not isinstance(value, type)
 
 
 class Ground(Protocol):
@@ -274,10 +282,20 @@ class Port:
 
 
 def _fault_of(error: BaseException) -> rn.RunFault:
-    lines = traceback.format_exception(error)
+    shown = traceback.TracebackException.from_exception(error)
+    _leave_out_ours(shown)
     return rn.RunFault(
         kind=type(error).__name__,
         message=str(error),
         rank=dist.get_rank() if dist.is_initialized() else None,
-        traceback=tuple("".join(lines).splitlines()),
+        traceback=tuple("".join(shown.format()).splitlines()),
     )
+
+
+def _leave_out_ours(shown: traceback.TracebackException) -> None:
+    """The user sees the lines of the user's own code, and of what it calls."""
+    theirs = [frame for frame in shown.stack if not frame.filename.startswith(OURS)]
+    shown.stack = traceback.StackSummary.from_list(theirs)
+    for other in (shown.__cause__, shown.__context__):
+        if other is not None:
+            _leave_out_ours(other)

@@ -28,6 +28,8 @@ def detach_all() -> None:
     _detached.clear()
     for model in _models():
         state = model.__dict__
+        if state.get("process_group") is None:  # retired
+            continue
         is_default = state.get("process_group") is dist.group.WORLD
         state["reducer"] = state["logger"] = state["process_group"] = None
         if is_default:
@@ -54,6 +56,15 @@ def attach_all() -> None:
         for hook, hook_state in hooks:
             model.register_comm_hook(hook_state, hook)
     _detached.clear()
+
+
+def retire(model: DistributedDataParallel) -> None:
+    """A model is of no more use to whoever made it: its parameters are let go.
+
+    Whoever still holds it, as an error's frames do, does not bring it back.
+    """
+    for name in ("reducer", "logger", "process_group"):
+        model.__dict__[name] = None
 
 
 def silence() -> None:

@@ -11,18 +11,22 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from nbdist.engine.port import Drivable, Port
+from nbdist.engine.port import Drivable, Port, is_trainer
 from nbdist.errors import WrongState
 from nbdist.protocol import runs as rn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from nbdist.engine.group import Groups
     from nbdist.protocol import events as ev
     from nbdist.protocol.ids import CellId, Slot
 
 log = logging.getLogger(__name__)
+_REMADE = (
+    "{name} is the trainer of a run that goes on, and keeps its name: the run trains on with it. "
+    "run.stop() or %dist_stop ends the run; then make it anew, or use another name now"
+)
 _present: Runs | None = None
 
 
@@ -56,6 +60,9 @@ class Runs:
         self.slot, self.groups, self.tell, self.poll = slot, groups, tell, poll
         self._user_ns = user_ns
         self.port: Port | None = None
+        self._over: Port | None = None
+        """A run that ended in mid-step: in the next group its trainer is made the same on all
+        ranks."""
         self._spec: rn.RunSpec | None = None
         """The run under which the present group was formed."""
         self.cell: CellId | None = None
@@ -78,9 +85,16 @@ class Runs:
         self.cell = cell
         self._bound_before = {name: id(value) for name, value in self._user_ns.items()}
 
-    def end_cell(self) -> None:
-        """It is over."""
+    def end_cell(self, error: BaseException | None) -> None:
+        """It is over, and with it its own loop, though something may still hold it."""
+        port, cell = self.port, self.cell
         self.cell, self._bound_before = None, {}
+        if port is None or port.spec.cell is None or port.spec.cell != cell:
+            return
+        if error is not None:
+            port.raised(error)
+        else:
+            port.left(port.trainer.step)
 
     def is_of_the_loop(self, name: str) -> bool:
         """Whether a name was bound by the cell whose own loop trains: every rank has its own."""
@@ -109,6 +123,7 @@ class Runs:
         self._num_loops = self.cell, number + 1 if cell == self.cell else 0
         loop = self._num_loops[1]
         spec = rn.RunSpec(run=rn.cell_run(self.cell, loop), name="", cell=self.cell)
+        self._over = self.port or self._over
         self.port = Port(self, spec, trainer)
         self.port.say(
             rn.RunEntered(
@@ -151,6 +166,9 @@ class Runs:
         if isinstance(order, rn.BindRun):
             self._bind_and_say(order.spec)
             return
+        if isinstance(order, rn.EndRun):
+            self._end(order)
+            return
         run = order.spec.run if isinstance(order, rn.GoOn) else order.run
         if port is None or port.spec.run != run:
             return
@@ -160,9 +178,16 @@ class Runs:
                     port.go_on(order)
             case rn.HoldRun():
                 port.wants_hold = True
-            case rn.EndRun(fault=fault):
-                port.end(fault)
-                self.port = None
+        self._news.set()
+
+    def _end(self, order: rn.EndRun) -> None:
+        """A run is over; told once more when nothing is left to be made even."""
+        port, over = self.port, self._over
+        if order.is_even and over is not None and over.spec.run == order.run:
+            self._over = None
+        if port is not None and port.spec.run == order.run:
+            port.end(order.fault)
+            self.port, self._over = None, None if order.is_even else port
         self._news.set()
 
     def stand(self) -> None:
@@ -178,28 +203,64 @@ class Runs:
         port, self._spec = self.port, spec
         if spec is None:
             return None
+        if self._over is not None and self._over.spec == spec:
+            return self._over.trainer.step
         if port is not None and port.spec.run != spec.run:
             port.end(None)
             self.port = port = None
         port = port or self._bind_if_here(spec)
         return port.trainer.step if port is not None else None
 
+    # ---- what a cell may not do to it
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Before names are bound from outside.
+
+        Raises:
+            WrongState: the trainer that trains has one of them.
+        """
+        if (name := self._trained_name) in set(names):
+            raise WrongState(_REMADE.format(name=name))
+
+    def restore_name(self) -> str:
+        """After a cell: give its name back to the trainer that trains.
+
+        What is wrong, in words, where the cell had taken it; else nothing.
+        """
+        name = self._trained_name
+        if self.port is None or not name or self._user_ns.get(name) is self.port.trainer:
+            return ""
+        self._user_ns[name] = self.port.trainer
+        return _REMADE.format(name=name)
+
+    @property
+    def _trained_name(self) -> str:
+        port = self.port
+        return port.spec.name if port is not None and not port.is_over else ""
+
     # ---- what a newcomer is given
 
     def owned(self) -> set[int]:
-        """Identities of what belongs to the trainer of the present run."""
-        return {id(o) for o in self.port.trainer.owned()} if self.port is not None else set()
+        """Identities of what belongs to the trainer that newcomers are given as a whole."""
+        port = self._given
+        return {id(o) for o in port.trainer.owned()} if port is not None else set()
+
+    @property
+    def _given(self) -> Port | None:
+        """Whose trainer is handed over in the present group."""
+        over = self._over
+        return over if over is not None and over.spec == self._spec else self.port
 
     def offer(self) -> tuple[bytes, str]:
         """The present trainer, packed, and the digest of its state."""
-        if self.port is None:
+        if self._given is None:
             raise WrongState("no run goes on here")
-        trainer = self.port.trainer
+        trainer = self._given.trainer
         return trainer.pack(), trainer.digest()
 
     def receive(self, data: bytes) -> str:
         """Take over a state; the digest of what is here then."""
-        port = self.port or self._bind_if_here(self._spec)
+        port = self._given or self._bind_if_here(self._spec)
         if port is None:
             raise WrongState("no trainer is here that could take over a state")
         port.trainer.unpack(data)
@@ -216,7 +277,7 @@ class Runs:
         fault = None
         if spec.name not in self._user_ns:
             fault = rn.RunFault(kind="NameError", message=f"name {spec.name!r} is not defined")
-        elif not isinstance(trainer, Drivable):
+        elif not is_trainer(trainer):
             kind = type(trainer).__name__
             text = f"{spec.name} is a {kind}, not a nbdist.train.Trainer"
             fault = rn.RunFault(kind="TypeError", message=text)
@@ -234,7 +295,7 @@ class Runs:
     def _bind_if_here(self, spec: rn.RunSpec | None) -> Port | None:
         """A newcomer's trainer, made by the replay or given whole."""
         trainer = self._user_ns.get(spec.name) if spec is not None else None
-        if spec is None or spec.cell is not None or not isinstance(trainer, Drivable):
+        if spec is None or spec.cell is not None or not is_trainer(trainer):
             return None
         return self._bind(spec, trainer)
 

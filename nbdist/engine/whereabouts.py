@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with file names of code objects
+_OURS = [str(Path(__file__).parents[1] / room) + os.sep for room in ("engine", "train")]
 _DISTRIBUTED = os.path.join(_TORCH, "distributed")  # noqa: PTH118
 _WRAPPERS = {
     "wrapper",
@@ -87,12 +88,13 @@ class Whereabouts:
             frame = frame.f_back
         if frame is None:
             return operation, ""
+        if frame.f_globals.get("__name__", "").startswith("asyncio"):
+            return operation, "a step of the run"
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         place = "cell" if frame.f_globals is self._user_ns else frame.f_code.co_filename
         return operation, f"{place} line {frame.f_lineno}" + (f": {text}" if text else "")
 
 
 def _is_plumbing(frame: FrameType) -> bool:
-    """Whether a frame is torch's, or one of ours that torch calls."""
-    name = frame.f_code.co_filename
-    return name.startswith(_TORCH) or f"{os.sep}nbdist{os.sep}engine{os.sep}" in name
+    """Whether a frame is torch's, or one of ours between torch and the user."""
+    return frame.f_code.co_filename.startswith((_TORCH, *_OURS))

@@ -202,6 +202,9 @@ class EndRun(RunMessage, frozen=True, kw_only=True):
 
     run: RunId
     fault: RunFault | None = None
+    is_even: bool = True
+    """All members hold the same step. Where they do not, the trainer is kept for the next group, in
+    which those that lag are given the newest; then this order comes once more."""
 
 
 RunOrder = BindRun | GoOn | HoldRun | EndRun

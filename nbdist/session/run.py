@@ -317,7 +317,9 @@ class Run:
     def __str__(self) -> str:
         of = "" if self.target is None else f" of {self.target}"
         fault = self._view.fault if self._view is not None else None
-        why = f" ({fault.kind}: {fault.message.partition(chr(10))[0]})" if fault else ""
+        first = fault.message.partition("\n")[0] if fault else ""
+        said = f"{fault.kind}: {first}" if fault and first else fault.kind if fault else ""
+        why = f" ({said})" if said else ""
         parts = [f"{self._who}: {self.state}{why}", f"{self.num_committed}{of} steps"]
         if (loss := self._record.loss()) is not None:
             parts.append(f"loss {loss:.4g}")

@@ -98,7 +98,9 @@ class Desk:
                 machine.begin_cell(order.cell, order.ranks, now)
             case od.EndCell(cell=cell, succeeded=succeeded, seconds=seconds):
                 self._cells.pop(cell, None)
-                self._journal.end(cell, succeeded=succeeded, seconds=seconds)
+                # A loop that trained is over; a replay of what surrounds it would find no steps.
+                can_replay = succeeded and not machine.runs.entering.has_trained(cell)
+                self._journal.end(cell, succeeded=can_replay, seconds=seconds)
                 machine.end_cell(cell, self._journal.length, now)
                 self._answer(waiter, od.Done())
             case od.InterruptCell(cell=cell):

@@ -37,6 +37,10 @@ class Entering:
         """Whether this loop of the cell, or a later one, has begun at some time."""
         return loop <= self._begun.get(cell, -1)
 
+    def has_trained(self, cell: CellId) -> bool:
+        """Whether a loop of the cell has begun."""
+        return cell in self._begun
+
     def wait(self, event: rn.RunEntered) -> None:
         """One more is there."""
         self._waiting[event.slot] = event

@@ -145,9 +145,11 @@ class Handover:
         assert self._plan is not None
         name = self.run.name if self.run is not None else ""
         for slot in (*self._newcomers, *self._laggards) if self.run is not None else ():
-            is_there = self._steps.get(slot) is not None or not name
+            is_there = self._steps.get(slot) is not None
+            if not is_there and not name and slot in self._newcomers:
+                continue  # it came when the cell whose loop held the trainer was over
             names = [n for n in self._plan.names.get(slot, ()) if n != name]
-            self._plan.names[slot] = (*names, *(() if is_there else (name,)), TRAINER)
+            self._plan.names[slot] = (*names, *(() if is_there or not name else (name,)), TRAINER)
         self._receivers = sorted(slot for slot, names in self._plan.names.items() if names)
         if not self._receivers:
             return []

@@ -44,6 +44,8 @@ class Run:
     """Pause when so many steps are committed."""
     is_going: bool = False
     """Members were told to go on, and have not all come to a stand."""
+    is_even: bool = True
+    """All members hold the same step: they have all come to a stand, or were given the newest."""
     number: int = 0
     """Of the last order to go on."""
     is_hold_ordered: bool = False

@@ -41,6 +41,9 @@ class Runs:
         self._out = out
         self.present: Run | None = None
         self.past: deque[Run] = deque(maxlen=NUM_PAST)
+        self.uneven: Run | None = None
+        """The last run, where it ended in mid-step: some members may lag, and are given the newest
+        step in the next group."""
         self.entering = Entering(out)
         """Members whose cell has come to its own loop; they wait for the others."""
 
@@ -134,7 +137,7 @@ class Runs:
         if self.present is not None and self.present.spec.run == event.run:
             self.present.bound[event.slot] = event
         else:  # it was refused or is over, or a supervisor that is gone had begun it
-            self._tell(event.slot, rn.EndRun(run=event.run))
+            self.let_go(event.slot, event.run)
 
     def held(self, event: rn.RunHeld, membership: Membership, now: float) -> str:
         """A member stands; what is wrong with it, in words, or nothing."""
@@ -157,13 +160,15 @@ class Runs:
     def let_go(self, slot: Slot, run: RunId) -> None:
         """A member is out of a run that is not under way: over, or not begun."""
         self.entering.turn_back(slot, run)
-        self._tell(slot, rn.EndRun(run=run))
+        is_even = self.uneven is None or self.uneven.spec.run != run
+        self._tell(slot, rn.EndRun(run=run, is_even=is_even))
 
     def _leave(self, run: Run, slot: Slot, place: Place, membership: Membership) -> str:
         run.left[slot] = place
         if len(run.leavers(membership)) < membership.world_size:
             return self._come_to_stand(run, membership)
-        run.step = max(place.step for place in run.left.values())
+        steps = {place.step for place in run.left.values()}
+        run.step, run.is_even = max(steps), len(steps) == 1
         self.end("stopped" if run.step < run.target else "finished", membership)
         return ""
 
@@ -175,7 +180,7 @@ class Runs:
         if len(steps) > 1:
             return f"members stand at different steps: {sorted(steps)}"
         self.stand()
-        run.step = steps.pop()
+        run.step, run.is_even = steps.pop(), True
         return ""
 
     def committed(self, event: rn.StepsCommitted) -> tuple[Run, NDArray[np.void]] | None:
@@ -284,7 +289,7 @@ class Runs:
             text = f"rank {ranks} left the training loop while the others trained on"
             self.end("failed", membership, rn.RunFault(kind="WrongState", message=text))
             return
-        run.state, run.is_going, run.number = "running", True, run.number + 1
+        run.state, run.is_going, run.is_even, run.number = "running", True, False, run.number + 1
         run.lr, run.wanted_lr = run.wanted_lr, None
         for slot in membership.slots:
             self.tell_again(slot, membership)
@@ -344,11 +349,22 @@ class Runs:
             self._out.append(do.AnswerRun(run.spec.run, refusal))
         self.stand()
         run.state, run.fault, self.present = state, fault, None
+        self.uneven = None if run.is_even else run
         for slot in {*membership.slots, *run.entered}:
-            self._tell(slot, rn.EndRun(run=run.spec.run, fault=fault))
+            order = rn.EndRun(run=run.spec.run, fault=fault, is_even=run.is_even)
+            self._tell(slot, order)
         if run.spec.cell is not None:
             self._out.append(do.Notify(rn.CellTrains(cell=run.spec.cell, is_training=False)))
             self._begin_own_loop(membership)  # some may have come to the next one early
+
+    def evened(self, membership: Membership) -> None:
+        """All members hold the same step of the last run: those that lagged were given it."""
+        if self.present is not None:
+            self.present.is_even = True
+        if self.uneven is not None:
+            for slot in membership.slots:
+                self._tell(slot, rn.EndRun(run=self.uneven.spec.run))
+            self.uneven = None
 
     def end_cell(self, cell: CellId, membership: Membership) -> None:
         """A cell is over for the kernel: whoever still is in its loop leaves it."""
@@ -373,6 +389,7 @@ class Runs:
             run.progress.add(Slot(-1), rows(view.spec.run))
             run.step = view.step
             run.until, run.fault, run.is_going = view.until, view.fault, not view.stands
+            run.is_even = False  # it may have stood because its group was broken
             run.number, run.lr = view.number, view.lr
             if view.spec.cell is not None:
                 self.entering.note(view.spec.cell, loop_of(view.spec.run))

@@ -34,6 +34,7 @@ from nbdist.supervisor.story import Story
 
 if TYPE_CHECKING:
     from nbdist.config import ClusterConfig
+    from nbdist.supervisor.run import Run
 
 WAY_OUT = ". End it with %dist_reset and start anew with %dist_init."
 
@@ -207,7 +208,7 @@ class World:
         newcomers = tuple(s for s in slots if not self.seats[s].is_holder)
         self.handover = None
         if self.was_running:
-            run = self.runs.present if self._spec == self._formed_under else None
+            run = self._held_run if self._spec == self._formed_under else None
             spec = self._formed_under if run is not None else None
             handover = Handover(self.membership, newcomers, spec, self._steps)
             if run is not None and handover.run is not None:
@@ -226,18 +227,20 @@ class World:
             for slot, unsettled in self.handover.unsettled.items():
                 self.seats[slot].not_restored |= unsettled
         not_restored = {s: self.seats[s].not_restored for s in self.membership.slots}
-        run = self.runs.present
+        present, run = self.runs.present, self._held_run
         self.story.end(
             self.membership,
             not_restored,
             restoring_since=self.phase_since,
-            run=run if run is not None and run.will_go else None,
+            run=present if present is not None and present.will_go else None,
             now=now,
         )
         for slot in self.membership.slots:
             self.seats[slot].is_holder, self.seats[slot].restarts = True, 0
             if run is not None and run.spec == self._formed_under:
                 run.progress.acknowledge(slot, run.step)  # its own, or copied
+        if self._spec == self._formed_under:
+            self.runs.evened(self.membership)
         self.was_running, self.handover = True, None
         self._enter(Phase.RUNNING, "", now)
         self.runs.bind(self.membership)
@@ -327,10 +330,16 @@ class World:
     # ---- helpers
 
     @property
-    def _spec(self) -> RunSpec | None:
-        """The run that is under way."""
+    def _held_run(self) -> Run | None:
+        """The run whose trainer members hold: under way, or over in mid-step."""
         run = self.runs.present
-        return run.spec if run is not None and run.state != "binding" else None
+        return run if run is not None and run.state != "binding" else self.runs.uneven
+
+    @property
+    def _spec(self) -> RunSpec | None:
+        """The same, by name."""
+        run = self._held_run
+        return run.spec if run is not None else None
 
     def _tell(self, slot: Slot, order: od.AgentOrder) -> None:
         self._out.append(do.Tell(slot, order))

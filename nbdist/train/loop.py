@@ -18,7 +18,7 @@ from nbdist.engine.works import WORKS
 from nbdist.errors import WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
-from nbdist.train.randomness import Kept, seed_all, seed_of
+from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import set_base_rate
 from nbdist.train.step import Step, forget
 
@@ -35,18 +35,14 @@ percent of its time."""
 
 def walk(state: State, port: RunPort) -> Iterator[Step | None]:
     """Steps, one after the other; None: stand, and wait for an order."""
-    kept: Kept | None = None
+    number = state.begin_walk()
     try:
         while not port.is_over:
             if port.go_until is None:
-                if kept is not None:
-                    kept.put_back()
-                    kept = None
+                state.put_back()
                 yield None
                 continue
-            if kept is None:
-                kept = Kept(state.device)
-                state.buffers.keep_all()  # a cell may have changed them
+            state.keep()
             _apply_settings(state, port)
             if not _is_ready(state, port):
                 continue
@@ -63,10 +59,7 @@ def walk(state: State, port: RunPort) -> Iterator[Step | None]:
             if step.is_held and not (_is_due(state, port) and state.step == port.go_until):
                 port.hold(state.step)
     finally:
-        if kept is not None:
-            kept.put_back()
-        state.loader.forget()
-        state.exchange.end()
+        state.end_walk(number)
 
 
 def own(state: State, port: RunPort) -> Iterator[Step]:

@@ -6,6 +6,7 @@ Runs in the engine's main thread; making one does no communication.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from nbdist.train.buffers import Buffers
 from nbdist.train.evaluate import Evaluator
 from nbdist.train.loading import Loader, Part, check_data
 from nbdist.train.objective import Objective
-from nbdist.train.randomness import seeded
+from nbdist.train.randomness import Kept, seeded
 from nbdist.train.sampling import Sampling, share
 from nbdist.train.vote import FIRST_BUFFER
 
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
 
 MAX_LOGGED = 10_000
 """Numbers of one name that are kept."""
+
+
+@dataclass
+class _Walk:
+    """The loop that trains, or did so last."""
+
+    number: int = 0
+    is_open: bool = False
+    kept: Kept | None = None
+    """Random numbers of the user's own code, while steps draw theirs."""
 
 
 class State:
@@ -48,11 +59,7 @@ class State:
         self.exchange = recipe.strategy.exchange(
             self.module, num_votes=FIRST_BUFFER + len(self.buffers)
         )
-        self.evaluator: Evaluator | None = None
-        if recipe.evaluate is not None:
-            self.evaluator = Evaluator(
-                recipe.evaluate, self.objective, collate=recipe.collate, batch=recipe.global_batch
-            )
+        self.evaluator = _make_evaluator(recipe, self.objective)
         self._cut: tuple[tuple[int, ...], list[Part]] = (), []
         """The latest step's batches of this rank, and which step and rank that is."""
         self.registered: dict[str, Any] = {}
@@ -67,6 +74,7 @@ class State:
         it was done. No part of what replicas share: it may break when some ranks have done it."""
         self.attempt = 0
         """How often the present step has been broken."""
+        self._walk = _Walk()
         self.is_warm = False
         """A step has been committed in this process."""
         self.committed_at: float | None = None
@@ -76,6 +84,41 @@ class State:
         self.is_in_step = False
         """The body of a step runs: the optimizer is not the user's to step."""
         self.optimizer.register_step_pre_hook(self._refuse_step)
+
+    # ---- the loop that works on it
+
+    def begin_walk(self) -> int:
+        """A loop begins; its number. One before it, that somebody still holds, is over."""
+        self.end_walk()
+        self._walk = _Walk(number=self._walk.number + 1, is_open=True)
+        return self._walk.number
+
+    def end_walk(self, number: int | None = None) -> None:
+        """The loop (None: whichever it is) is over.
+
+        An error's frames may hold it for as long as the user looks at them, so it is ended where it
+        fails, and must not end another one when they let go.
+        """
+        if not self._walk.is_open or number not in (None, self._walk.number):
+            return
+        self._walk.is_open = False
+        self.put_back()
+        self.loader.forget()
+        self.exchange.end()
+
+    def keep(self) -> None:
+        """Training goes on: what it disturbs is kept."""
+        if self._walk.kept is None:
+            self._walk.kept = Kept(self.device)
+            self.buffers.keep_all()  # a cell may have changed them
+
+    def put_back(self) -> None:
+        """Training stands: the user's own code has its random numbers again."""
+        if self._walk.kept is not None:
+            self._walk.kept.put_back()
+            self._walk.kept = None
+
+    # ---- its parts
 
     def parts(self, step: int) -> list[Part]:
         """What this rank fetches for a step, a batch each.
@@ -121,3 +164,9 @@ class State:
                 "optimizer.step() was called in the body of a step. The trainer steps the "
                 "optimizer itself at the end of `with step:`, on all ranks or on none; leave it out"
             )
+
+
+def _make_evaluator(recipe: Recipe, objective: Objective) -> Evaluator | None:
+    if recipe.evaluate is None:
+        return None
+    return Evaluator(recipe.evaluate, objective, collate=recipe.collate, batch=recipe.global_batch)

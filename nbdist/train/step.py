@@ -10,7 +10,7 @@ import math
 import time
 import traceback
 import warnings
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -85,6 +85,10 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<step {self.number}, attempt {self.attempt}, generation {self.generation}>"
+
+    def __reduce__(self) -> NoReturn:
+        """A step stays in its process, with the model and the data that hang on it."""
+        raise TypeError("a step cannot be sent: it belongs to the loop that yielded it")
 
     def vote_early(self) -> None:
         """Before the body: nothing in it can fail after its last backward pass.
@@ -211,6 +215,7 @@ class Step:
         state.buffers.put_back()
         if not self._port.broken(self.number, error):
             self._port.raised(error)
+            state.end_walk()
             return False
         state.attempt += 1
         forget(error)

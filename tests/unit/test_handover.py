@@ -237,7 +237,7 @@ def test_nothing_is_handed_over_where_all_have_the_same_step():
     [
         (0, RUN, (TRAINER,)),
         (None, RUN, (TRAINER, "trainer")),
-        (None, LOOP, (TRAINER,)),
+        (0, LOOP, (TRAINER,)),
     ],
 )
 def test_a_newcomer_is_given_the_state_and_the_trainer_itself_where_it_has_none(step, run, names):

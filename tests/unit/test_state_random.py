@@ -64,6 +64,8 @@ class Engine:
     """The trainer's state: the generation that committed each step."""
     lr: float = 0.1
     port: Port | None = None
+    over: rn.RunSpec | None = None
+    """A run that ended in mid-step, whose trainer is to be made even in the next group."""
     formed_under: rn.RunSpec | None = None
     num_loops: dict[str, int] = field(default_factory=dict)
     """Cell -> own loops that it has come to."""
@@ -86,6 +88,10 @@ class Engine:
     def trains(self):
         """Its main thread is in a run that is not over."""
         return self.is_alive and self.port is not None and not self.port.is_over
+
+    def is_over(self, run):
+        """Whether this is the run that ended in mid-step here."""
+        return self.over is not None and self.over.run == run
 
     @property
     def can_obey(self):
@@ -398,12 +404,14 @@ class Life:
         match order:
             case od.FingerprintNames(generation=generation):
                 digests = dict(engine.names)
-                if engine.has_trainer and engine.port is None:
+                is_owned = engine.over is not None and engine.over == engine.formed_under
+                if engine.has_trainer and engine.port is None and not is_owned:
                     digests[THE_TRAINER] = f"module:{engine.steps}"
                 event = ev.NamesFingerprinted(**here, generation=generation, digests=digests)
                 engine.outbox.append(event)
             case od.OfferNames(generation=generation, names=names):
-                assert rn.TRAINER not in names or engine.port is not None
+                has_it = engine.port is not None or engine.over == engine.formed_under
+                assert rn.TRAINER not in names or has_it
                 ours = [n for n in names if n != rn.TRAINER]
                 failed = {} if goes_well else dict.fromkeys(ours[:1], "cannot be sent")
                 self.packed[generation] = engine.steps, engine.lr
@@ -430,8 +438,11 @@ class Life:
             engine.has_trainer, engine.steps, engine.lr = True, steps, lr
         digest = ""
         if rn.TRAINER in order.names and goes_well:
-            self.bind_if_here(engine, engine.formed_under)
-            if engine.port is not None:
+            if engine.over is None:
+                self.bind_if_here(engine, engine.formed_under)
+            has_it = engine.port is not None or engine.over == engine.formed_under
+            assert has_it or not engine.has_trainer
+            if has_it:
                 assert engine.steps == steps[: len(engine.steps)] or not engine.has_stepped
                 engine.steps, engine.lr, digest = steps, lr, f"{steps}"
         return ev.NamesReceived(
@@ -443,6 +454,8 @@ class Life:
         engine.formed_under = spec
         if spec is None:
             return None
+        if engine.over == spec:
+            return len(engine.steps)
         if engine.port is not None and engine.port.spec.run != spec.run:
             engine.port = None
         self.bind_if_here(engine, spec)
@@ -462,6 +475,9 @@ class Life:
         if isinstance(order, rn.BindRun):
             self.bind(engine, order.spec)
             return
+        if isinstance(order, rn.EndRun):
+            self.end_run(engine, order)
+            return
         run = order.spec.run if isinstance(order, rn.GoOn) else order.run
         if port is None or port.spec.run != run:
             return
@@ -476,12 +492,18 @@ class Life:
                     self.say_held(engine)
             case rn.HoldRun():
                 port.wants_hold = True
-            case rn.EndRun(fault=fault):
-                was_over = port.is_over
-                self.stand(engine)
-                engine.port = None
-                if port.spec.cell is not None and fault is not None and not was_over:
-                    self.fail_cell(engine)
+
+    def end_run(self, engine, order):
+        port = engine.port
+        if order.is_even and engine.is_over(order.run):
+            engine.over = None
+        if port is None or port.spec.run != order.run:
+            return
+        was_over = port.is_over
+        self.stand(engine)
+        engine.port, engine.over = None, None if order.is_even else port.spec
+        if port.spec.cell is not None and order.fault is not None and not was_over:
+            self.fail_cell(engine)
 
     def bind(self, engine, spec):
         port, kind = engine.port, ""
@@ -585,6 +607,7 @@ class Life:
             self.fail_cell(engine)  # WrongState: a run goes on
             return
         spec = rn.RunSpec(run=rn.cell_run(cell, loop), name="", cell=cell)
+        engine.over = engine.port.spec if engine.port is not None else engine.over
         engine.port = Port(spec)
         event = rn.RunEntered(
             slot=engine.slot,

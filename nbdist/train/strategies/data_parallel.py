@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.engine import emit
+from nbdist.engine import emit, rebind
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_positive, check_whole
@@ -97,10 +97,7 @@ class Replicas:
         carrier: _Carrier = self._ddp.module
         mine = torch.from_numpy(split(vote or [0.0] * self._num_votes))
         votes = carrier.votes.view(2, -1)  # no leaf, so that the reducer finds it in the graph
-        reducer: Any = self._ddp.reducer
-        reducer.prepare_for_forward()
-        reducer._rebuild_buckets()  # noqa: SLF001 - what the wrapper's own forward does
-        reducer.prepare_for_backward([loss, votes] if self._settings.find_unused else [])
+        _prepare(self._ddp.reducer, [loss, votes] if self._settings.find_unused else [])
         carrier.votes.grad = None
         self._buckets.begin(meanwhile)
         torch.autograd.backward([loss, votes], [gradient, mine.to(votes.device)])
@@ -123,7 +120,12 @@ class Replicas:
         return [] if self._ddp is None else [self._ddp]
 
     def end(self) -> None:
-        """Let go of the wrapper: where a step failed it waits for gradients that never come."""
+        """Let go of the wrapper: where a step failed it waits for gradients that never come.
+
+        Others may still refer to it, as an error's frames do.
+        """
+        if self._ddp is not None:
+            rebind.retire(self._ddp)
         self._ddp = None
 
     def _wrap(self) -> DistributedDataParallel:
@@ -151,6 +153,17 @@ class Replicas:
             f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}. Freeze them "
             "(requires_grad_(False)), use them, or give strategy=DataParallel(find_unused=True)"
         )
+
+
+def _prepare(reducer: Any, outputs: list[Tensor]) -> None:
+    """What the wrapper's own forward does.
+
+    Apart, since the frame that goes backward must not hold the reducer: an error would keep it
+    alive, and with it its hold on the parameters.
+    """
+    reducer.prepare_for_forward()
+    reducer._rebuild_buckets()  # noqa: SLF001 - torch has no public name for it
+    reducer.prepare_for_backward(outputs)
 
 
 class _Carrier(nn.Module):
