@@ -170,6 +170,41 @@ def test_killed_in_the_hand_over(cluster, until, who):
     assert engines.run("float(ballast.sum())", once=True).values == dict.fromkeys(range(3), 24e6)
 
 
+ODD = """
+import threading
+class Odd:
+    part = None
+    def state_dict(self):
+        return {"part": self.part}
+    def load_state_dict(self, state):
+        self.part = state["part"]
+odd = Odd()
+trainer.register("odd", odd)
+"""
+
+
+def test_a_state_that_cannot_be_handed_over(cluster, until):
+    """It cannot be packed when it is wanted: those who hold it train on, the seat says why it
+    stays empty, and is filled when that is mended."""
+    engines = cluster(3)
+    run = begin(engines, 100_000, training.CELL + ODD)
+    held = {s.slot: s.pid for s in engines.status() if s.slot != 1}
+    engines.run("odd.part = threading.Lock()", once=True)
+    engines.kill(1)
+    until(lambda: engines.status()[1].state == "given up", 20, "the seat is given up")
+    assert "cannot pickle" in engines.status()[1].not_restored["(the seat)"]
+    mark = len(run.history["step"]) + 5
+    until(lambda: passed(run, mark), 20, "the run goes on")
+    engines.run("odd.part = 3", once=True)
+    engines.scale(3)
+    run.stop()
+    assert {s.slot: s.pid for s in engines.status() if s.slot != 1} == held
+    assert engines.run("odd.part", once=True).values == dict.fromkeys(range(3), 3)
+    training.check_steps(run)
+    training.check_samples(engines, len(run.history["step"]))
+    training.check_replicas(engines)
+
+
 def test_large_state(cluster, until):
     """A state of 100 MB goes over in a while that is shown (R19)."""
     engines = cluster(2)
