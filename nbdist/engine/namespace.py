@@ -1,21 +1,25 @@
 """The user's names on this engine: packed for a newcomer, taken over by one.
 
-Runs in the main thread. A newcomer's own modules and optimizers, made by the replay, are loaded
-rather than replaced, so that an optimizer goes on to hold the parameters of the very model beside
+Runs in the main thread. A newcomer's own modules, optimizers and trainers, made by the replay, are
+loaded rather than replaced, so that an optimizer goes on to hold the parameters of the very model beside
 it.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.engine.port import is_trainer
 from nbdist.protocol import values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+log = logging.getLogger(__name__)
 
 OURS = frozenset(
     ("torch", "dist", "rank", "world_size", "local_rank", "slot", "device", "generation")
@@ -36,7 +40,9 @@ def pack_names(user_ns: Mapping[str, Any], names: Iterable[str]) -> tuple[bytes,
     for name in names:
         value = user_ns.get(name)
         try:
-            if _has_state(value):
+            if is_trainer(value):
+                bundle[name] = ("trainer", values.pack((value.pack(), _whole(value))))
+            elif _has_state(value):
                 bundle[name] = ("state", values.pack((value.state_dict(), _rebuild(value))))
             else:
                 bundle[name] = ("value", values.pack(value))
@@ -56,19 +62,25 @@ def take_names(user_ns: dict[str, Any], data: bytes, names: Iterable[str]) -> di
         try:
             if kind == "value":
                 user_ns[name] = values.unpack(packed)
-            else:
-                state, rebuilt = values.unpack(packed)
-                if _has_state(user_ns.get(name)):
-                    user_ns[name].load_state_dict(state)
-                elif rebuilt is not None:
-                    user_ns[name] = rebuilt
-                else:
-                    failed[name] = (
-                        "missing, and only its state could be sent: run the cell that makes it"
-                    )
+            elif not _take_state(user_ns, name, *values.unpack(packed)):
+                failed[name] = (
+                    "missing, and only its state could be sent: run the cell that makes it"
+                )
         except Exception as error:  # noqa: BLE001 - as above; the reason is told
             failed[name] = f"could not be taken over: {type(error).__name__}: {error}"
     return failed
+
+
+def _take_state(user_ns: dict[str, Any], name: str, state: Any, rebuilt: Any) -> bool:
+    """Load a state into what is here, or else bind the object that came with it, if one did."""
+    value = user_ns.get(name)
+    if is_trainer(value):
+        value.unpack(state)
+    elif _has_state(value):
+        value.load_state_dict(state)
+    elif rebuilt is not None:
+        user_ns[name] = values.unpack(rebuilt) if isinstance(rebuilt, bytes) else rebuilt
+    return name in user_ns
 
 
 def to_cpu(value: Any) -> Any:
@@ -87,6 +99,15 @@ def _has_state(value: Any) -> TypeGuard[torch.nn.Module]:
         value,
         (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
     )
+
+
+def _whole(value: Any) -> bytes | None:
+    """A trainer itself, packed; None where it holds what cannot be: its state is sent anyway."""
+    try:
+        return values.pack(value)
+    except Exception as error:  # noqa: BLE001 - a data set of the user's may raise anything
+        log.info("a trainer cannot be given whole: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _rebuild(value: Any) -> Any:

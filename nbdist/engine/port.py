@@ -11,7 +11,7 @@ import os
 import threading
 import traceback
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch.distributed as dist
@@ -60,6 +60,14 @@ class Drivable(Protocol):
 
     def owned(self) -> list[object]:
         """What it carries: a newcomer is given these through it."""
+
+
+_ASKED = [name for name in vars(Drivable) if not name.startswith("_")]
+
+
+def is_trainer(value: object) -> TypeGuard[Drivable]:
+    """Whether it is one, told by its class: an object of the user's is not touched."""
+    return all(hasattr(type(value), name) for name in _ASKED)
 
 
 class Ground(Protocol):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.runs import RunSpec
     from nbdist.protocol.topology import Membership
 
-REPLICATED = ("module:", "optimizer:", "ddp:")
+REPLICATED = ("module:", "optimizer:", "ddp:", "trainer:")
 """Kinds that are replicas of one another by nature.
 
 With a single survivor "equal on all" says nothing: then only these, and names that the newcomer
