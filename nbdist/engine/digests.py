@@ -2,7 +2,7 @@
 
 A plain pickle is not enough: torch puts a storage's address into it, cloudpickle gives a class that
 a cell made a random name, and a set has another order in each process. What is replicated by nature
-(modules, optimizers, tensors) is told by its state, byte for byte.
+(modules, optimizers, tensors, trainers) is told by its state, byte for byte.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class _Walk:
 
     def kind(self, value: Any) -> str:
         """What a value is: digests of different kinds are never equal."""
+        if is_trainer(value):
+            return "trainer"
         for name, classes in _KINDS:
             if isinstance(value, classes):
                 return name
-        if not isinstance(value, _PLAIN) and is_trainer(value):
-            return "trainer"
         return type(value).__name__
 
     def digest(self, value: Any) -> bytes:
@@ -73,6 +73,9 @@ class _Walk:
         return digest.digest()
 
     def _parts(self, value: Any) -> list[bytes]:  # noqa: PLR0911 - one return for each kind
+        if is_trainer(value):
+            # Before the first step its weights are nobody's: rank 0 gives its own then.
+            return [value.digest().encode() if value.step else b"untrained"]
         if isinstance(value, torch.Tensor):
             return _tensor(value)
         if isinstance(value, torch.nn.Module):
@@ -80,8 +83,6 @@ class _Walk:
             return _state(dict(value.named_parameters()) or value.state_dict())
         if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
             return _state(value.state_dict())
-        if is_trainer(value):
-            return [value.digest().encode()]
         if isinstance(value, types.ModuleType):
             return [value.__name__.encode()]
         if isinstance(value, types.FunctionType):
@@ -128,7 +129,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
     def reducer_override(self, value: Any) -> Any:
         """As pickle asks for each object: how to write it."""
         cls = value if isinstance(value, type) else type(value)
-        if isinstance(value, torch.Tensor) or cls.__module__ == "__main__":
+        is_ours = isinstance(value, torch.Tensor) or is_trainer(value)
+        if is_ours or cls.__module__ == "__main__":
             return bytes, (self._walk.digest(value),)
         return super().reducer_override(value)
 

@@ -71,7 +71,10 @@ class Giving:
         )
 
     def offer(self, order: od.OfferNames) -> None:
-        """Pack names, report their digest, send the bytes."""
+        """Pack names, report their digest, send the bytes.
+
+        Nothing is sent where the trainer cannot be packed: then nobody is to receive.
+        """
         data, failed, digest = self._pack(order.names)
         self._tell(
             ev.NamesOffered(
@@ -83,6 +86,8 @@ class Giving:
                 trainer_digest=digest,
             )
         )
+        if TRAINER in failed:
+            return
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
             for receiver in order.receivers:
@@ -110,8 +115,13 @@ class Giving:
         )
 
     def _pack(self, names: tuple[str, ...]) -> tuple[bytes, dict[str, str], str]:
-        state, digest = self._runs.offer() if TRAINER in names else (b"", "")
         data, failed = pack_names(self._user_ns, [n for n in names if n != TRAINER])
+        state, digest = b"", ""
+        try:
+            state, digest = self._runs.offer() if TRAINER in names else (b"", "")
+        except Exception as error:  # the user's state_dict() may raise anything
+            log.exception("the trainer's state could not be packed")
+            failed[TRAINER] = f"{type(error).__name__}: {error}"
         return values.pack((state, data)), failed, digest
 
     def _take(self, packed: bytes, names: tuple[str, ...]) -> tuple[dict[str, str], str]:

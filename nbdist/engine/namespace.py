@@ -1,12 +1,13 @@
 """The user's names on this engine: packed for a newcomer, taken over by one.
 
-Runs in the main thread. A newcomer's own modules and optimizers, made by the replay, are loaded
-rather than replaced, so that an optimizer goes on to hold the parameters of the very model beside
-it.
+Runs in the main thread. A newcomer's own modules, optimizers and trainers, made by the replay, are
+loaded rather than replaced, so that an optimizer goes on to hold the parameters of the very model
+beside it.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -17,6 +18,8 @@ from nbdist.protocol import values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+log = logging.getLogger(__name__)
 
 OURS = frozenset(
     ("torch", "dist", "rank", "world_size", "local_rank", "slot", "device", "generation")

@@ -276,7 +276,11 @@ class Runs:
             self.port, is_other = None, False
         fault = None
         if spec.name not in self._user_ns:
-            fault = rn.RunFault(kind="NameError", message=f"name {spec.name!r} is not defined")
+            text = (
+                f"name {spec.name!r} is not defined on the engines; make the trainer in a "
+                "%%distributed cell, or with cluster.run"
+            )
+            fault = rn.RunFault(kind="NameError", message=text)
         elif not is_trainer(trainer):
             kind = type(trainer).__name__
             text = f"{spec.name} is a {kind}, not a nbdist.train.Trainer"

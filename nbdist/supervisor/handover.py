@@ -169,9 +169,13 @@ class Handover:
         if self._plan is None:
             return out
         self._digest = event.trainer_digest
-        if self.run is not None and not self._digest:
+        if TRAINER in event.failed or (self.run is not None and not self._digest):
+            # Its state is as good as before, and it may be the last that has one: it trains on.
             why = event.failed.get(TRAINER, "no digest came with it")
-            self.unfit[event.slot] = f"could not give its trainer to others: {why}"
+            rank = self._membership.rank_of(event.slot)
+            text = f"rank {rank} could not give it the trainer: {why}"
+            wanting = [s for s in self._receivers if TRAINER in self._plan.names[s]]
+            self.unfit |= dict.fromkeys(wanting, text)
             return out
         for slot in self._receivers:
             names = self._plan.names[slot]

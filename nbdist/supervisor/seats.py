@@ -101,6 +101,8 @@ class End:
     """Signal or exit code, in words."""
     guess: str
     """Likely cause; empty where nothing can be said."""
+    why_killed: str
+    """Why we killed it; empty where we did not, or the user wanted it."""
     cause: str
     """For the incident: `user`, `heartbeat`, or how it ended."""
     at: float
@@ -114,9 +116,15 @@ class End:
             event=event,
             how=how,
             guess=seat.killed_why or guess_cause(event.signal),
+            why_killed=seat.killed_why if seat.killed_why != BY_USER else "",
             cause=_cause(seat, event, how),
             at=seat.ordered_at or event.at,
         )
+
+    @property
+    def words(self) -> str:
+        """How it ended; with the reason, where it was us who killed it."""
+        return f"{self.how}, {self.why_killed}" if self.why_killed else self.how
 
     @property
     def kind(self) -> IncidentKind:

@@ -78,14 +78,14 @@ class Machine(Deadlines):
         self.runs.lost(event.slot)
         was_member = seat.is_in_group and event.slot in self.membership
         end = End.of(seat, event)
-        reason = self._vacate(seat, end.how, now)
+        reason = self._vacate(seat, end.words, now)
         if was_member and self.phase is not Phase.FAILED:
             rank = int(self.membership.rank_of(event.slot))
             self._out.append(do.Notify(end.notice(rank)))
             ranks, detect_s = {event.slot: rank}, now - end.at
             incident = self.story.begin(end.kind, self.generation, ranks, end.cause, now)
             incident.detect_s, incident.reason = detect_s, reason
-            self._break(f"rank {rank} (slot {event.slot}) is gone: {end.how}", now)
+            self._break(f"rank {rank} (slot {event.slot}) is gone: {end.words}", now)
         self._go_on(now)
 
     def start_failed(self, event: ev.EngineStartFailed, now: float) -> None:

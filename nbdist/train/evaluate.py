@@ -5,6 +5,7 @@ Runs in the engine's main thread.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from nbdist.train.objective import Objective, pair_of, weigh
 from nbdist.train.sampling import share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import Tensor, nn
 
@@ -47,6 +48,8 @@ class Evaluate:
         check_whole("every", self.every, 1)
         if self.batch is not None:
             check_whole("batch", self.batch, 1)
+        if not isinstance(self.metrics, Mapping):
+            raise TypeError(f"metrics is {self.metrics!r}; it must be a dict, name -> function")
         for name, metric in self.metrics.items():
             if not callable(metric):
                 raise TypeError(f"metrics[{name!r}] is {metric!r}; it must be a function")

@@ -18,6 +18,7 @@ from nbdist.engine.works import WORKS
 from nbdist.errors import WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
+from nbdist.train import snapshot
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import set_base_rate
 from nbdist.train.step import Step, forget
@@ -83,6 +84,7 @@ def train(state: State, step: Step) -> None:
 
 async def drive(state: State, port: RunPort) -> None:
     """Train as a task of an event loop, giving way between steps."""
+    snapshot.check(state)
     gave_way_at = 0.0
     for step in walk(state, port):
         if step is None:

@@ -35,14 +35,19 @@ def weigh(returned: Any, count: float, where: str) -> Weighed:
         where: the function, for the message.
 
     Raises:
-        TypeError, ValueError: it is neither.
+        TypeError, ValueError: it is neither, or the count is no number.
     """
     factor = count
     if isinstance(returned, tuple):
         if len(returned) != 2:
             raise ValueError(f"{where} returned {len(returned)} values; it must be (sum, count)")
         returned, given = returned
-        count, factor = float(given), 1.0
+        try:
+            count, factor = float(given), 1.0
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{where}: count is {given!r}; it must be a number, 0 or more"
+            ) from None
     if not isinstance(returned, Tensor):
         raise TypeError(
             f"{where} returned a {type(returned).__name__}; it must be a tensor with one element, "

@@ -75,7 +75,7 @@ class Recipe:
             raise TypeError(
                 f"evaluate is {self.evaluate!r}; it must be Evaluate(data, every=…), or None"
             )
-        if not hasattr(self.strategy, "exchange"):
+        if isinstance(self.strategy, type) or not hasattr(self.strategy, "exchange"):
             raise TypeError(
                 f"strategy is {self.strategy!r}; it must be a strategy, such as DataParallel()"
             )

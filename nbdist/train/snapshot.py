@@ -49,6 +49,30 @@ def whole(state: State) -> dict[str, Any]:
     }
 
 
+def check(state: State) -> None:
+    """See that the state can be handed over, before it has to be.
+
+    Raises:
+        TypeError: a part cannot; the message names it.
+    """
+    parts: dict[str, Any] = {
+        f"what register({name!r}, …) was given": obj for name, obj in state.registered.items()
+    }
+    parts |= {"the optimizer": state.optimizer, "the scheduler": state.scheduler}
+    for what, obj in parts.items():
+        try:
+            values.pack(_map(obj.state_dict() if obj is not None else None, torch.Tensor, _no))
+        except Exception as error:
+            raise TypeError(
+                f"{what} cannot be handed over to a rank that joins: its state_dict() cannot be "
+                f"taken and packed: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _no(_tensor: torch.Tensor) -> None:
+    """In place of a tensor: tensors can be packed."""
+
+
 def pack(state: State) -> bytes:
     """The whole state as bytes."""
     parts: list[memoryview] = []

@@ -205,6 +205,7 @@ class Trainer:
         if present is None:
             port = SoloPort(self.step + num, self._rows, self._evaluations)
         else:
+            snapshot.check(self._state)
             port = present.enter(self, num)
         yield from loop.own(self._state, port)
 

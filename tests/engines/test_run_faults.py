@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import statistics
+import threading
 import time
 
 import numpy as np
@@ -168,6 +169,63 @@ def test_killed_in_the_hand_over(cluster, until, who):
     engines.wait_healthy(30)
     check(engines, run, 300)
     assert engines.run("float(ballast.sum())", once=True).values == dict.fromkeys(range(3), 24e6)
+
+
+def test_short_runs(cluster):
+    """A rank dies as a run begins, in its last step, when it is over: the steps of all runs follow
+    one another, and a newcomer has the trainer as the others do, though no run goes on."""
+    engines, moment, num_steps = cluster(3), random.Random(1), 0
+    engines.run(training.CELL)
+    for number in range(10):
+        victim = moment.choice([s.pid for s in engines.status()])
+        before, steps = engines.generation, moment.randrange(1, 5)
+        pause_s = 0.3 if number < 2 else moment.random() * 0.1
+        death = threading.Timer(pause_s, os.kill, (victim, signal.SIGKILL))
+        death.start()
+        run = engines.train("trainer", steps=steps).wait(30)
+        death.join()
+        training.check_steps(run, first=num_steps)
+        num_steps += steps
+        engines.wait_healthy(30, after=before + 1)
+        training.check_replicas(engines)
+        held = engines.run("trainer.step", once=True).values
+        assert held == dict.fromkeys(range(3), num_steps)
+    training.check_samples(engines, num_steps)
+
+
+ODD = """
+import threading
+class Odd:
+    part = None
+    def state_dict(self):
+        return {"part": self.part}
+    def load_state_dict(self, state):
+        self.part = state["part"]
+odd = Odd()
+trainer.register("odd", odd)
+"""
+
+
+def test_a_state_that_cannot_be_handed_over(cluster, until):
+    """It cannot be packed when it is wanted: those who hold it train on, the seat says why it
+    stays empty, and is filled when that is mended."""
+    engines = cluster(3)
+    run = begin(engines, 100_000, training.CELL + ODD)
+    held = {s.slot: s.pid for s in engines.status() if s.slot != 1}
+    engines.run("odd.part = threading.Lock()", once=True)
+    engines.kill(1)
+    until(lambda: engines.status()[1].state == "given up", 20, "the seat is given up")
+    assert "cannot pickle" in engines.status()[1].not_restored["(the seat)"]
+    mark = len(run.history["step"]) + 5
+    until(lambda: passed(run, mark), 20, "the run goes on")
+    engines.run("odd.part = 3", once=True)
+    engines.scale(3)
+    run.stop()
+    assert {s.slot: s.pid for s in engines.status() if s.slot != 1} == held
+    assert engines.run("odd.part", once=True).values == dict.fromkeys(range(3), 3)
+    training.check_steps(run)
+    training.check_samples(engines, len(run.history["step"]))
+    training.check_replicas(engines)
 
 
 def test_large_state(cluster, until):

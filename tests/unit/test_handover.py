@@ -265,11 +265,16 @@ def test_a_trainer_that_is_not_the_donors_is_unfit(digest):
     assert not exchange.hand.is_done
 
 
-def test_a_donor_that_cannot_give_its_trainer_is_unfit():
-    """Nobody is told to receive; another holder gives it in the next group."""
-    exchange = RunExchange({0: 5, 1: 4})
-    assert exchange.offered(0, "", **{TRAINER: "no memory"}) == {}
-    assert "no memory" in exchange.hand.unfit[0]
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_donor_that_cannot_give_its_trainer_trains_on(is_over):
+    """Whatever its state_dict() raises, it may be the last that has a state; who lacks it goes."""
+    exchange = RunExchange({0: 5, 1: 4, 2: 5})
+    if is_over:  # it was asked before, and sends nothing
+        exchange.hand.drop_run()
+    assert exchange.offered(0, "", **{TRAINER: "TypeError: cannot pickle"}) == {}
+    assert set(exchange.hand.unfit) == {1}
+    assert "rank 0" in exchange.hand.unfit[1]
+    assert "cannot pickle" in exchange.hand.unfit[1]
     assert not exchange.hand.is_done
 
 

@@ -9,6 +9,8 @@ import types
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from trainers import FakePort, Samples, go
+from trainers import make as make_trainer
 
 from nbdist.engine.digests import fingerprint
 from nbdist.engine.namespace import (
@@ -365,6 +367,40 @@ def test_a_state_that_does_not_fit_is_named_and_costs_the_others_nothing():
     assert failed["model"].startswith("could not be taken over: RuntimeError")
     assert newcomer["model"].in_features == 5
     assert newcomer["x"] == 7
+
+
+def after(num, **changes):
+    """A trainer with so many steps behind it."""
+    trainer = make_trainer(**changes)
+    go(trainer, FakePort(num))
+    return trainer
+
+
+def test_a_trainer_is_compared_by_its_state():
+    """One that was given whole, and one that was loaded, are equal to the one that gave; before the
+    first step all are."""
+    trainer, loaded = after(3), make_trainer()
+    given = {}
+    assert hand_over({"t": trainer}, given, "t") == {}
+    assert hand_over({"t": trainer}, {"t": loaded}, "t") == {}
+    assert fingerprint(trainer) == fingerprint(given["t"]) == fingerprint(loaded)
+    assert fingerprint(trainer) != fingerprint(after(2))
+    assert fingerprint(make_trainer()) == fingerprint(make_trainer(seed=4))
+    assert fingerprint([trainer]) == fingerprint([loaded])
+    assert fingerprint(trainer).startswith("trainer:")
+
+
+def test_a_newcomers_trainer_is_loaded_and_not_replaced():
+    """Even where the donor's holds what no other process can be given."""
+    odd = Samples()
+    odd.lock = threading.Lock()
+    newcomer = {"t": make_trainer()}
+    mine, model = newcomer["t"], newcomer["t"].model
+    assert hand_over({"t": after(3, data=odd)}, newcomer, "t") == {}
+    assert newcomer["t"] is mine
+    assert mine.model is model
+    assert (mine.step, mine.digest()) == (3, after(3).digest())
+    assert "only its state" in hand_over({"t": after(3, data=odd)}, {}, "t")["t"]
 
 
 class Awkward:

@@ -654,6 +654,15 @@ def test_the_predicted_rank_is_the_old_one_when_two_seats_are_refilled():
     assert (first.rank, first.world_size) == (1, 4)
 
 
+def test_a_seat_that_was_given_up_says_why_we_killed_its_engine():
+    """A signal alone would not tell the user what to mend."""
+    world = World.running(2, max_restarts=1)
+    world.machine.kill(world.machine.seats[1], "its trainer is another: KeyError: 'x'")
+    world.die(1)
+    why = world.machine.seats[1].not_restored["(the seat)"]
+    assert why.endswith("last: SIGKILL, its trainer is another: KeyError: 'x'")
+
+
 def test_the_predicted_rank_leaves_out_a_seat_that_was_given_up():
     """Nobody will sit there, so that it takes no rank."""
     world = World.running(3, max_restarts=2)

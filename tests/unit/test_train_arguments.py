@@ -65,6 +65,7 @@ def stranger(_named):
         ({"precision": "fp8"}, ValueError, ["precision is 'fp8'", "['float32', 'bf16']"]),
         ({"evaluate": 3}, TypeError, ["evaluate is 3", "Evaluate(data, every=…)"]),
         ({"strategy": "ddp"}, TypeError, ["strategy is 'ddp'", "DataParallel()"]),
+        ({"strategy": DataParallel}, TypeError, ["strategy is <class", "DataParallel()"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -101,6 +102,7 @@ def test_a_strategy_that_cannot_be(settings, words):
     [
         ({"every": 0}, ValueError, ["every is 0", "1 or more"]),
         ({"batch": 0}, ValueError, ["batch is 0", "1 or more"]),
+        ({"metrics": [len]}, TypeError, ["metrics is [", "a dict"]),
         ({"metrics": {"top": 3}}, TypeError, ["metrics['top'] is 3", "a function"]),
         ({"metrics": {"loss": len}}, ValueError, ['metrics has "loss"', "own loss"]),
     ],
@@ -134,6 +136,7 @@ def test_a_number_of_steps_that_cannot_be(steps):
         (3.0, TypeError, ["loss returned a float", "a tensor with one element", "(sum, count)"]),
         (torch.zeros(8), ValueError, ["shape (8,)", "one element"]),
         ((torch.zeros(()), 1, 2), ValueError, ["loss returned 3 values", "(sum, count)"]),
+        ((torch.zeros(()), "many"), TypeError, ["count is 'many'", "a number"]),
         ((torch.zeros(()), -1), ValueError, ["count is -1", "0 or more"]),
     ],
 )

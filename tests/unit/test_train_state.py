@@ -1,5 +1,7 @@
 """A trainer's state as a whole: packed, loaded, compared; its rates; what it fetches."""
 
+import asyncio
+import threading
 import time
 
 import numpy as np
@@ -109,6 +111,33 @@ def test_the_parameters_have_a_digest_of_their_own():
     digest = trainer.parameter_digest()
     trainer.model[0].weight.data.view(-1)[0].add_(1e-6)
     assert trainer.parameter_digest() != digest
+
+
+class Locked(Counter):
+    """Has a state that no other process can be given."""
+
+    def state_dict(self):
+        return {"lock": threading.Lock()}
+
+
+class Broken(Counter):
+    """Has a state that cannot be asked for."""
+
+    def state_dict(self):
+        raise ValueError("not yet")
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"), [(Locked, "cannot pickle"), (Broken, "ValueError: not yet")]
+)
+def test_a_run_does_not_begin_with_a_state_that_cannot_be_handed_over(odd, words):
+    """Before a rank is lost, and not when one joins: the error names what was registered."""
+    trainer = make()
+    trainer.register("fine", Counter())
+    trainer.register("odd", odd())
+    with pytest.raises(TypeError, match=f"'odd'.*{words}"):
+        asyncio.run(trainer.drive(FakePort(3)))
+    assert trainer.step == 0
 
 
 def test_a_trainer_is_handed_over_whole():
