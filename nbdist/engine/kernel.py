@@ -154,6 +154,8 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
 
         To format that one would cost 0.1 s and more.
         """
+        if self.runs is not None:
+            self.runs.cell_raised(error)
         if self._is_released(error):
             clear_frames(traceback)  # they hold the group, in a cycle with IPython's own frame
             shell._last_traceback = [f"{kind.__name__}: {error}"]  # noqa: SLF001 - what the reply takes it from

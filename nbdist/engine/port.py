@@ -99,6 +99,7 @@ class Port:
         self.go_until: int | None = None
         """Train until so many steps are committed; None: stand and wait."""
         self.is_over = False
+        self._has_left = False
         self.fault: Exception | None = None
         """With `is_over`: what an own loop raises."""
         self.wants_hold = False
@@ -213,10 +214,10 @@ class Port:
         )
 
     def raised(self, error: BaseException) -> None:
-        """The user's code raised; said once."""
-        if self.is_over:
+        """The user's code raised; said once, also where the loop was left by it."""
+        if self.is_over and not self._has_left:
             return
-        self.is_over = True
+        self.is_over, self._has_left = True, False
         self.stand()
         self.say(
             rn.RunRaised(
@@ -228,7 +229,7 @@ class Port:
         """An own loop was left early; said once."""
         if self.is_over:
             return
-        self.is_over = True
+        self.is_over = self._has_left = True
         self.stand()
         self.say(rn.RunLeft(slot=self._ground.slot, pid=os.getpid(), run=self.spec.run, step=step))
 
@@ -274,6 +275,7 @@ class Port:
     def end(self, fault: rn.RunFault | None) -> None:
         """The run is over."""
         self.stand()
+        self._has_left = False
         if fault is not None and not self.is_over:
             self.fault = RunEnded(f"{fault.kind}: {fault.message}")
         self.is_over = True

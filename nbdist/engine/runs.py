@@ -85,16 +85,23 @@ class Runs:
         self.cell = cell
         self._bound_before = {name: id(value) for name, value in self._user_ns.items()}
 
+    def cell_raised(self, error: BaseException) -> None:
+        """The cell has raised, in its own loop, perhaps: who waits there is to know at once."""
+        if self._is_in_loop and self.port is not None:
+            self.port.raised(error)
+
     def end_cell(self, error: BaseException | None) -> None:
         """It is over, and with it its own loop, though something may still hold it."""
-        port, cell = self.port, self.cell
-        self.cell, self._bound_before = None, {}
-        if port is None or port.spec.cell is None or port.spec.cell != cell:
-            return
         if error is not None:
-            port.raised(error)
-        else:
-            port.left(port.trainer.step)
+            self.cell_raised(error)
+        elif self._is_in_loop and self.port is not None:
+            self.port.left(self.port.trainer.step)
+        self.cell, self._bound_before = None, {}
+
+    @property
+    def _is_in_loop(self) -> bool:
+        """Whether the run is the own loop of the cell that runs."""
+        return self.cell is not None and self.port is not None and self.port.spec.cell == self.cell
 
     def is_of_the_loop(self, name: str) -> bool:
         """Whether a name was bound by the cell whose own loop trains: every rank has its own."""

@@ -161,9 +161,12 @@ def _prepare(reducer: Any, outputs: list[Tensor]) -> None:
     Apart, since the frame that goes backward must not hold the reducer: an error would keep it
     alive, and with it its hold on the parameters.
     """
-    reducer.prepare_for_forward()
-    reducer._rebuild_buckets()  # noqa: SLF001 - torch has no public name for it
-    reducer.prepare_for_backward(outputs)
+    try:
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()  # noqa: SLF001 - torch has no public name for it
+        reducer.prepare_for_backward(outputs)
+    finally:
+        del reducer  # an interrupt may come in here, too
 
 
 class _Carrier(nn.Module):
