@@ -68,6 +68,11 @@ class Deadlines(World):
             for slot in self.handover.silent if self.handover is not None else ():
                 self.kill(self.seats[slot], f"the hand-over took longer than {RESTORE_LIMIT_S:g} s")
 
+    def cannot_form(self, now: float) -> None:
+        """Where the store is, nobody knows yet: members are not late before they are told."""
+        if self.phase is Phase.FORMING:
+            self.phase_since = now
+
     def _look_at_wait(self, seat: Seat, cell: CellId | None, where: ev.Where, now: float) -> None:
         if self.phase is Phase.RUNNING and self._waits_for_leaver(seat, where, now):
             left = ", ".join(str(self.membership.rank_of(s)) for s in self._leavers_of_run())

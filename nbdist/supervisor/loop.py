@@ -256,6 +256,7 @@ class Loop:
             self._hub = HubLink.open(self._context, self._rundir)
         if not self._zygote.is_ready:
             self._zygote.connect()
+            self._machine.cannot_form(now)
         elif self._hub is not None:
             self._start_waiting(now)
             self._form_now()
@@ -386,9 +387,8 @@ class Loop:
         self._scribe.close()
         for slot in self._agents:
             self._order(slot, od.EndEngine())
-        deadline = time.monotonic() + FAREWELL_S
-        pids = [s.pid for s in self._machine.seats.values() if s.pid is not None]
-        while time.monotonic() < deadline and any(observe(pid) for pid in pids):
+        deadline, seats = time.monotonic() + FAREWELL_S, self._machine.seats.values()
+        while time.monotonic() < deadline and any(s.pid and observe(s.pid) for s in seats):
             self._zygote.read()
             time.sleep(0.02)
         end_processes(self._rundir.path, timeout_s=5.0)

@@ -72,7 +72,7 @@ def test_leftovers(kernel, cluster, worker, capsys):
     disturb a start beside it; then `nbdist clean` ends it at once, folder and all, and nothing
     else."""
     notebook = kernel()
-    path = notebook.start(2)
+    path = notebook.start(2, lease_s=60.0)  # longer than the start beside it takes
     supervisor = listed(capsys)[path.name]["supervisor_pid"]
     os.kill(notebook.pid, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)

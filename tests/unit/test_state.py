@@ -1233,6 +1233,19 @@ def test_members_that_do_not_form_in_time_are_killed():
     assert world.tick(1.0) == []
 
 
+def test_members_that_could_not_be_told_are_not_late():
+    """As long as nobody knows where the store is, the clock of a formation stands."""
+    world = World.running(3)
+    world.collective_failed(0)
+    for slot in range(3):
+        world.broken(slot)
+    for _ in range(3):
+        assert world.tick(FORM_LIMIT_S - MOMENT) == []
+        world.machine.cannot_form(world.now)
+    assert world.tick(FORM_LIMIT_S - MOMENT) == []
+    assert len(world.tick(2 * MOMENT)) == 3
+
+
 def waiting_for_a_failed_rank(waits_in="c1", also=()):
     """Rank 0 raised in c1; rank 1 waits, in `waits_in`."""
     world = World.running(3)
