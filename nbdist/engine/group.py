@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.orders import FormGroup
 
 FORM_TIMEOUT = timedelta(seconds=3)
-"""For forming only; a member that does not come is told by the supervisor long before."""
+"""A member that has not come by then does not come; the supervisor tells so long before."""
 USER_TIMEOUT = timedelta(minutes=30)
 """torch's own default for collectives: one rank may prepare data for long while the others wait."""
 STUCK_AFTER_S = 0.05
@@ -92,6 +92,11 @@ class Groups:
         self._was_cut.clear()
         distributed_c10d._world.group_count = membership.generation * NAMES_PER_GENERATION
         self._forming_own = True
+        # Not by torch's own timeout: gloo's send and recv would keep it for the group's whole life.
+        limit_s, generation = FORM_TIMEOUT.total_seconds(), self.generation
+        in_time = threading.Timer(limit_s, self._give_up_forming, (generation,))
+        in_time.name, in_time.daemon = "nbdist-forming", True
+        in_time.start()
         try:
             dist.init_process_group(
                 backend,
@@ -101,6 +106,7 @@ class Groups:
                 timeout=USER_TIMEOUT,
             )
         finally:
+            in_time.cancel()
             self._forming_own = False
         rebind.attach_all()
 
@@ -119,6 +125,11 @@ class Groups:
             sockets.cut(list(self._refs))
             WORKS.give_up()
             self._was_cut.set()
+            self._unblock()
+
+    def _give_up_forming(self, generation: int) -> None:
+        """A member has not come in time. From a thread of its own."""
+        if self._forming_own and generation == self.generation:
             self._unblock()
 
     def _unblock(self) -> None:
@@ -183,9 +194,6 @@ class Groups:
 
         def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            asked = bound.arguments["timeout"]
-            if self._forming_own:
-                bound.arguments["timeout"] = FORM_TIMEOUT
             self._forming = (
                 str(bound.arguments["group_name"]),
                 bound.arguments["group_rank"],
@@ -199,8 +207,6 @@ class Groups:
                 self._forming = None
             if store is not None:
                 self._note(group, store)
-                if self._forming_own and dist.get_backend(group) != "fake":
-                    distributed_c10d._set_pg_timeout(asked, group)
             return group, store
 
         def rank_not_in_group(group: Any) -> bool:

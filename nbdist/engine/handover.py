@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from nbdist.engine.digests import fingerprint
 from nbdist.engine.namespace import pack_names, take_names, user_names
+from nbdist.engine.works import WORKS
 from nbdist.protocol import events as ev
 from nbdist.protocol import values
 from nbdist.protocol.ids import Generation, Slot
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from nbdist.engine.runs import Runs
     from nbdist.protocol import orders as od
 
+TRANSFER_LIMIT = timedelta(minutes=10)
+"""For one receiver; the supervisor's own limit for the whole hand-over comes first."""
 log = logging.getLogger(__name__)
 
 
@@ -91,7 +96,7 @@ class Giving:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
             for receiver in order.receivers:
-                dist.send(tensor, receiver)
+                self._transfer(partial(dist.isend, tensor, receiver))
         except RuntimeError as error:
             self._broke_off(error)
 
@@ -99,7 +104,7 @@ class Giving:
         """Take what was announced, if it is what was announced."""
         tensor = torch.empty(order.num_bytes, dtype=torch.uint8, device="cpu")
         try:
-            dist.recv(tensor, order.donor)
+            self._transfer(partial(dist.irecv, tensor, order.donor))
         except RuntimeError as error:
             self._broke_off(error)
             return
@@ -134,6 +139,14 @@ class Giving:
         except Exception as error:
             log.exception("the trainer's state could not be taken over")
             return failed | {TRAINER: f"{type(error).__name__}: {error}"}, ""
+
+    def _transfer(self, begin: Callable[[], Any]) -> None:
+        """Send or receive."""
+        groups = self._groups
+        WORKS.call(
+            lambda: begin().wait(TRANSFER_LIMIT),
+            is_cut=lambda: groups.cut_generation == groups.generation,
+        )
 
     def _broke_off(self, error: RuntimeError) -> None:
         """The other side died, most likely; the group is of no use any more."""

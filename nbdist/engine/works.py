@@ -3,21 +3,29 @@
 Gloo (torch 2.13) loses a send whose first write fails on its own thread: the operation was taken
 off the list of what waits for its peer, and is on no other yet, so nobody is told, and the
 collective waits for its timeout though every socket is closed. Seen in one of some forty kills in
-mid-transfer. So a trainer waits for a promise of ours instead, which a cut breaks. Called in the
-main thread, in torch's, and, to give up, in the agent's.
+mid-transfer; a receiver whose sender dies in mid-transfer was seen to wait likewise. So a trainer
+and a hand-over wait for a promise of ours instead, which a cut breaks. Called in the main thread,
+in torch's, in one of its own for each `Works.call`, and, to give up, in the agent's.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _Promise = Future[list[Tensor]]
+
+
+_CUT = "the group was cut in a collective"
 
 
 class Works:
@@ -27,6 +35,7 @@ class Works:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[_Promise, Any]] = {}
         self._given_up: list[Any] = []
+        self._calls: dict[int, concurrent.futures.Future[None]] = {}
 
     def follow(self, work: Any) -> _Promise:
         """What a collective will give; an error as soon as its group is cut."""
@@ -36,13 +45,54 @@ class Works:
         work.get_future().add_done_callback(lambda future: self._settle(promise, future))
         return promise
 
+    def call(self, function: Callable[[], object], is_cut: Callable[[], bool]) -> None:
+        """Wait for a call that waits natively: torch tells of no send or receive when it is done.
+
+        The thread that it runs in is left behind where the call never ends.
+
+        Args:
+            function: what is called.
+            is_cut: whether the group is cut already.
+
+        Raises:
+            DistNetworkError: the group was cut. Or what the call raises.
+        """
+        promise: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                function()
+            except Exception as error:  # noqa: BLE001 - whatever it is, who waits is told
+                self._end_call(promise, error)
+            else:
+                self._end_call(promise, None)
+
+        with self._lock:
+            self._calls[id(promise)] = promise
+        if is_cut():
+            self._end_call(promise, dist.DistNetworkError(_CUT))
+        else:
+            threading.Thread(target=run, name="nbdist-transfer", daemon=True).start()
+        promise.result()
+
+    def _end_call(self, promise: concurrent.futures.Future[None], error: Exception | None) -> None:
+        with self._lock:
+            if self._calls.pop(id(promise), None) is None:
+                return
+        if error is None:
+            promise.set_result(None)
+        else:
+            promise.set_exception(error)
+
     def give_up(self) -> None:
         """The group is cut: nothing more is waited for."""
+        for call in list(self._calls.values()):
+            self._end_call(call, dist.DistNetworkError(_CUT))
         with self._lock:
             given_up, self._open = list(self._open.values()), {}
             self._given_up += [work for _, work in given_up]
         for promise, _ in given_up:
-            _break(promise, dist.DistNetworkError("the group was cut in a collective"))
+            _break(promise, dist.DistNetworkError(_CUT))
 
     def take_stuck(self, within_s: float) -> list[Any]:
         """Those that have not ended though they were given up; asked for once."""

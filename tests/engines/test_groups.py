@@ -14,6 +14,8 @@ from nbdist.processes import processes_by_rundir
 
 RANKS = [0, 1, 2, 3]
 CELL_ENDS_S = 4 * 0.3
+LATE_S = 4.0
+"""More than the time in which a group must be formed."""
 SUM = "t = torch.tensor([rank + 1]); dist.all_reduce(t); int(t)"
 SUBGROUP = "sub = dist.new_group([1, 2])"
 MESH = """
@@ -74,6 +76,21 @@ dist.all_reduce(t, group=own)
 caught, int(t)
 """
     assert four.run(code).values == dict.fromkeys(RANKS, ("GroupGone", 4))
+
+
+def test_a_late_sender(four):
+    """The default group has torch's timeout in a receive, too, not that of its forming."""
+    code = f"""
+import time
+got = torch.zeros(3)
+if rank == 0:
+    time.sleep({LATE_S})
+    dist.send(torch.ones(3), 1)
+elif rank == 1:
+    dist.recv(got, 0)
+got.sum().item()
+"""
+    assert four.run(code, once=True).values[1] == 3
 
 
 def test_mesh(four, lose, heal):

@@ -1,5 +1,7 @@
 """Collectives in flight, with works that the tests end, or not."""
 
+import threading
+
 import pytest
 import torch
 from torch.futures import Future
@@ -60,3 +62,38 @@ def test_late_result():
     with pytest.raises(RuntimeError, match="cut"):
         promise.wait()
     assert works.take_stuck(0.01) == []
+
+
+def test_a_call_that_ends():
+    """Who waits goes on, or is given what it raises."""
+    works, called = Works(), []
+    works.call(lambda: called.append(1), is_cut=lambda: False)
+    assert called == [1]
+    with pytest.raises(ZeroDivisionError):
+        works.call(lambda: 1 / 0, is_cut=lambda: False)
+
+
+def test_a_call_that_never_ends():
+    """Who waits is freed by a cut; that the call ends after all disturbs nobody."""
+    works, begun, ends = Works(), threading.Event(), threading.Event()
+
+    def give_up():
+        begun.wait(5)
+        works.give_up()
+
+    def wait():
+        begun.set()
+        ends.wait(5)
+
+    threading.Thread(target=give_up).start()
+    with pytest.raises(RuntimeError, match="cut"):
+        works.call(wait, is_cut=lambda: False)
+    ends.set()
+
+
+def test_a_call_in_a_group_that_is_cut():
+    """It is not made: nobody would free it."""
+    works, called = Works(), []
+    with pytest.raises(RuntimeError, match="cut"):
+        works.call(lambda: called.append(1), is_cut=lambda: True)
+    assert called == []
