@@ -246,8 +246,8 @@ trainer = make(model=Large)
     engines.kill(1)
     check(engines, run, 60)
     joined = next(i for i in run.incidents if i.kind == "joined")
-    assert joined.restore_s < 4 * 0.5
-    assert joined.stall_s < 4 * 1.0
+    assert 0 < joined.restore_s < 4 * 2.0
+    assert joined.restore_s < joined.stall_s < 4 * 2.5
 
 
 def test_busy_kernel(kernel, until):
