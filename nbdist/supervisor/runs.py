@@ -42,8 +42,7 @@ class Runs:
         self.present: Run | None = None
         self.past: deque[Run] = deque(maxlen=NUM_PAST)
         self.uneven: Run | None = None
-        """The last run, where it ended in mid-step: some members may lag, and are given the newest
-        step in the next group."""
+        """The last run, if it ended in mid-step: the next group gives its newest step to all."""
         self.entering = Entering(out)
         """Members whose cell has come to its own loop; they wait for the others."""
 
@@ -207,8 +206,7 @@ class Runs:
 
         Args:
             event: where.
-            membership: the group.
-            now: the time.
+            membership, now: the group, and the time.
             refusal: why this cell cannot train, in words, or nothing.
         """
         run, name = self.present, rn.cell_run(event.cell, event.loop)
@@ -351,8 +349,7 @@ class Runs:
         run.state, run.fault, self.present = state, fault, None
         self.uneven = None if run.is_even else run
         for slot in {*membership.slots, *run.entered}:
-            order = rn.EndRun(run=run.spec.run, fault=fault, is_even=run.is_even)
-            self._tell(slot, order)
+            self._tell(slot, rn.EndRun(run=run.spec.run, fault=fault, is_even=run.is_even))
         if run.spec.cell is not None:
             self._out.append(do.Notify(rn.CellTrains(cell=run.spec.cell, is_training=False)))
             self._begin_own_loop(membership)  # some may have come to the next one early
@@ -362,9 +359,9 @@ class Runs:
         if self.present is not None:
             self.present.is_even = True
         if self.uneven is not None:
+            over, self.uneven = self.uneven.spec.run, None
             for slot in membership.slots:
-                self._tell(slot, rn.EndRun(run=self.uneven.spec.run))
-            self.uneven = None
+                self.let_go(slot, over)
 
     def end_cell(self, cell: CellId, membership: Membership) -> None:
         """A cell is over for the kernel: whoever still is in its loop leaves it."""
@@ -387,10 +384,9 @@ class Runs:
             run = Run(view.spec, 0, state=view.state, target=view.target)
             run.progress = Progress(None)
             run.progress.add(Slot(-1), rows(view.spec.run))
-            run.step = view.step
             run.until, run.fault, run.is_going = view.until, view.fault, not view.stands
+            run.number, run.lr, run.step = view.number, view.lr, view.step
             run.is_even = False  # it may have stood because its group was broken
-            run.number, run.lr = view.number, view.lr
             if view.spec.cell is not None:
                 self.entering.note(view.spec.cell, loop_of(view.spec.run))
             if run.is_over:

@@ -123,7 +123,7 @@ float(t), float(u)
 
 def test_every_kind_of_collective_is_freed(four, lose, heal):
     """Ranks that wait in a send, a gather or a barrier with objects are freed as those in an
-    all-reduce."""
+    all-reduce (T19)."""
     collective = """
 if rank == 0: dist.recv(torch.ones(1), 2)
 if rank == 1: dist.all_gather_object([None] * 4, rank)

@@ -221,8 +221,8 @@ def test_all_leave_a_loop_early(looped):
 
 
 def test_one_leaves_a_loop_early(looped):
-    """The others are freed, and told which rank left them; all hold the same step then (C11, T17,
-    T22: nothing but a cut frees an operation that waits)."""
+    """The others are freed, and told which rank left them; all hold the same step then (C11, T22:
+    nothing but a cut frees an operation that waits)."""
     looped.run("trainer = make()")
     begun = time.monotonic()
     with pytest.raises(nbdist.CellFailed, match="rank 2 left the training loop"):

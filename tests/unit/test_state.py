@@ -2337,6 +2337,21 @@ def test_what_the_user_raised_ends_the_run_and_frees_the_others():
     assert world.machine.runs.find("c1.0").state == "stopped"
 
 
+def test_a_fault_in_mid_step_leaves_no_rank_behind():
+    """The next group gives the newest step to those that lag, though the run is over; then all let
+    go of the trainer, and a new run may begin."""
+    world = World.running(2)
+    world.train()
+    fault = rn.RunFault(kind="ValueError", message="bad batch", rank=1)
+    said = world.say(rn.RunRaised, 1, fault=fault)
+    assert not any(end.is_even for end in orders(said, rn.EndRun).values())
+    said = world.say(rn.RunRaised, 0, run="r", fault=fault)
+    assert not orders(said, rn.EndRun)[0].is_even
+    world.settle()
+    assert world.machine.runs.uneven is None
+    assert world.machine.runs.find("r").fault == fault
+
+
 def test_a_world_that_fails_ends_its_run():
     """With the reason, also for those that wait at a loop."""
     world = World.running(2)
