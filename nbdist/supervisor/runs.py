@@ -206,14 +206,15 @@ class Runs:
 
         Args:
             event: where.
-            membership, now: the group, and the time.
+            membership: the group.
+            now: the time.
             refusal: why this cell cannot train, in words, or nothing.
         """
-        run, name = self.present, rn.cell_run(event.cell, event.loop)
-        if run is not None and run.spec.run == name:
+        run = self.present
+        if run is not None and run.spec.run == rn.cell_run(event.cell, event.loop):
             run.entered.add(event.slot)
         elif self.entering.has_begun(event.cell, event.loop):  # the others have left it behind
-            over = self.find(name)
+            over = self.find(rn.cell_run(event.cell, event.loop))
             self.entering.send_away(event, over.fault if over is not None else None)
         else:
             if run is not None and run.spec.cell != event.cell:

@@ -197,14 +197,14 @@ def test_a_loop_follows_the_size_of_the_world(cluster, loop, until):
     run, cell = loop(engines, code)
     engines.scale(3)
     until(lambda: run.history["world_size"][-1] == 3, 20, "it goes on with three")
-    engines.kill(0)
+    engines.kill(1)
     until(lambda: run.history["world_size"][-1] == 2, 20, "it goes on with two")
     engines.scale(1)
     result = cell.result(20)
     num = len(run.history["step"])
-    assert result.values == {0: (0, 1, num, num)}
+    assert result.values == {0: (0, 0, num, num)}
     assert {note.partition(" has no")[0] for note in result.notes} == {
-        "rank 0 (slot 0)",
+        "rank 1 (slot 1)",
         "rank 2 (slot 2)",
     }
     assert set(run.history["world_size"]) >= {2, 3}
