@@ -64,25 +64,15 @@ class Roster:
     def resize(self, size: int, now: float) -> None:
         """Add seats, or have those beyond `size` given back; given-up seats get another try."""
         self.size = size
-        kept = self._kept(size)
-        for slot in sorted(kept):
+        for slot in map(Slot, range(size)):
             seat = self.seats.setdefault(slot, Seat(slot, is_added=True))
             if seat.state in (SeatState.EMPTY, SeatState.GIVEN_UP):
                 seat.restarts, seat.not_restored = 0, {}
                 self._start(seat, now)
             elif seat.state is SeatState.LEAVING and not seat.is_told_to_end:
                 seat.state = SeatState.MEMBER
-        for slot in [slot for slot in self.seats if slot not in kept]:
+        for slot in [slot for slot in self.seats if slot >= size]:
             self._give_back(self.seats[slot])
-
-    def _kept(self, size: int) -> set[Slot]:
-        """The seats of a world of this size: the first ones, and a holder among them."""
-        kept = set(map(Slot, range(size)))
-        there = self.in_state(SeatState.MEMBER, SeatState.LEAVING)
-        holders = {seat.slot for seat in there if seat.is_holder and not seat.is_told_to_end}
-        if holders and not holders & kept:
-            kept = kept - {max(kept)} | {min(holders)}
-        return kept
 
     def drop_leavers(self) -> None:
         """End engines that leave before there was a group that could let them go."""

@@ -300,11 +300,10 @@ class Runs:
             self._tell(slot, rn.BindRun(spec=run.spec))
         if run is None or not run.is_going or slot in run.held:
             return
-        until = run.target if run.until is None else run.until
         order = rn.GoOn(
             spec=run.spec,
             generation=membership.generation,
-            until=until,
+            until=run.target if run.until is None else run.until,
             number=run.number,
             lr=run.lr,
         )
