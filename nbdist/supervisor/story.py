@@ -119,7 +119,8 @@ def _account(incident: Incident, run: Run, after: np.void) -> None:
     before = rows[(rows["step"] < step) & is_known(rows)]
     incident.step = step
     if len(before):
-        incident.stall_s = float(after["at"] - before["at"][-1]) - run.progress.usual_s()
+        took_s = float(after["at"] - before["at"][-1])
+        incident.stall_s = max(0.0, took_s - run.progress.usual_s())  # steps are not all as long
         incident.samples_lost = int(step - 1 - before["step"][-1]) * int(after["samples"])
     committed = dict(zip(rows["step"].tolist(), rows["generation"].tolist(), strict=True))
     broken = {

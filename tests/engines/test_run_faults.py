@@ -152,6 +152,41 @@ def test_killed_while_the_group_forms(cluster, until, second):
     assert max(stalls(run, "lost")) <= WORST_STALL_S
 
 
+@pytest.mark.timeout(120)
+def test_a_second_death_at_every_moment(cluster, until):
+    """Of any rank, newcomers too: with the first one, while members leave the group, form the next,
+    are given the state, train again. Every step and sample once, and no long pause."""
+    engines, moment = cluster(4), random.Random(11)
+    run = begin(engines, 1_000_000)
+    log = engines.logs / "supervisor.log"
+    for phase in ("", "breaking", "forming", "restoring", "running"):
+        mark = len(run.history["step"]) + moment.randrange(2, 8)
+        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        seen, first = log.stat().st_size, moment.choice(engines.status()).pid
+        os.kill(first, signal.SIGKILL)
+        until(lambda seen=seen, p=phase: p.encode() in log.read_bytes()[seen:], 20, phase)
+        time.sleep(moment.random() * 0.02)
+        alive = [s.pid for s in engines.status() if s.rank is not None and s.pid != first]
+        second = moment.choice(alive)
+        os.kill(second, signal.SIGKILL)
+        until(
+            lambda gone=(first, second): all(
+                s.state == "member" and s.pid not in gone for s in engines.status()
+            ),
+            30,
+            lambda: f"the world is whole: {engines.status()}",
+        )
+    engines.wait_healthy(30)
+    run.stop()
+    num_steps = len(run.history["step"])
+    training.check_steps(run)
+    training.check_samples(engines, num_steps)
+    training.check_replicas(engines)
+    assert max(stalls(run, "lost")) <= WORST_STALL_S
+    losses = training.undisturbed(engines, num_steps)
+    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)
+
+
 @pytest.mark.parametrize("who", ["newcomer", "donor"])
 def test_killed_in_the_hand_over(cluster, until, who):
     """The newcomer, or who gives it the state, dies in the hand-over: another one takes its place
@@ -176,7 +211,7 @@ def test_short_runs(cluster):
     one another, and a newcomer has the trainer as the others do, though no run goes on."""
     engines, moment, num_steps = cluster(3), random.Random(1), 0
     engines.run(training.CELL)
-    for number in range(10):
+    for number in range(8):
         victim = moment.choice([s.pid for s in engines.status()])
         before, steps = engines.generation, moment.randrange(1, 5)
         pause_s = 0.3 if number < 2 else moment.random() * 0.1

@@ -339,6 +339,7 @@ def test_a_trainer_is_compared_by_its_own_digest():
     """Equal states are equal, whatever else the objects hold."""
     assert fingerprint(Counter(3)) == fingerprint(Counter(3)) != fingerprint(Counter(4))
     assert kind(Counter(3)) == "trainer"
+    assert kind(Counter) == "class"
 
 
 @pytest.mark.parametrize("make", [lambda: trained()[1], lambda: wrapped(linear())])

@@ -135,6 +135,15 @@ def test_the_stall_is_measured_from_committed_steps():
     assert (incident.step, incident.samples_lost, incident.steps_repeated) == (2, 0, 0)
 
 
+def test_a_short_step_makes_no_negative_stall():
+    """The first step after the change may be shorter than usual, as a short last batch is."""
+    told, run = Story(), going()
+    commit(told, run, (0, 1, 9.0))
+    incident = lose(told, run=run)
+    commit(told, run, (1, 2, 9.01))
+    assert incident.stall_s == 0.0
+
+
 def test_losses_on_end_have_the_same_stall():
     """No step was committed between them: the first one after both ends both."""
     told, run = Story(), going()
