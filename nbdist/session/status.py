@@ -125,6 +125,21 @@ def chosen_ranks(ranks: object, world_size: int) -> tuple[int, ...]:
     return chosen
 
 
+def whole_number(name: str, value: object) -> int:
+    """An integer of at least 1.
+
+    Raises:
+        ValueError: it is none; the message names the argument.
+    """
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}={value!r}: an integer, at least 1")
+    return number
+
+
 def check_cell(code: object, timeout: object) -> None:
     """Raises TypeError where they are no source and no number of seconds."""
     if not isinstance(code, str):
