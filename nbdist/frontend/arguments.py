@@ -27,6 +27,7 @@ __all__ = [
     "magic",
     "option",
     "read_line",
+    "without_comment",
 ]
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -36,7 +37,8 @@ _SETTINGS = ("lr",)
 
 
 def read_line(method: Callable[..., None], line: str) -> Namespace:
-    """The arguments of a magic; raises UsageError."""
+    """The arguments of a magic, without a comment behind them; raises UsageError."""
+    line = without_comment(line)
     try:
         args = parse_argstring(method, line)  # type: ignore[no-untyped-call]
     except ValueError as error:  # from shlex: a quotation without its end
@@ -44,6 +46,19 @@ def read_line(method: Callable[..., None], line: str) -> Namespace:
         raise UsageError(message) from error
     assert isinstance(args, Namespace)
     return args
+
+
+def without_comment(line: str) -> str:
+    """A line up to its comment, which begins as in a shell: outside of quotes, after a blank."""
+    quote = ""
+    for index, character in enumerate(line):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character == "#" and (index == 0 or line[index - 1].isspace()):
+            return line[:index]
+    return line
 
 
 def option(*names: str, **settings: object) -> argument:

@@ -42,6 +42,8 @@ from nbdist.frontend.targets import name_ranks, parse_targets
 from nbdist.session import start as session
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["DistMagics", "load", "unload"]
@@ -85,6 +87,20 @@ def rewrite_rank_cell(lines: list[str]) -> list[str]:
 
 
 _ranks_option = partial(option, "-r", "--ranks", type=as_text, metavar="RANKS")
+_CELL_OPTIONS = (
+    option(
+        "-t",
+        "--timeout",
+        type=as_seconds,
+        metavar="SECONDS",
+        help="end the cell after this time",
+    ),
+    option(
+        "-o", "--output", type=as_name, metavar="NAME", help="variable that gets the CellResult"
+    ),
+    option("--once", action="store_true", help="do not replay it to engines that join later"),
+    option("--async", dest="is_async", action="store_true", help="return at once (not there yet)"),
+)
 
 
 @magics_class
@@ -110,20 +126,25 @@ class DistMagics(Magics):
             type=as_text,
             help="of torch.distributed",
         ),
-        option("--launcher", default="local", type=as_text, help="what starts the engines"),
+        option(
+            "--launcher",
+            default="local",
+            type=as_text,
+            help="what starts the engines; default: local; others are not there yet",
+        ),
         option(
             "--hosts",
             type=as_hosts,
             default=[],
             metavar="A,B",
-            help="further hosts, for launchers that reach them",
+            help="further hosts; launchers that reach them are not there yet",
         ),
         option(
             "--policy",
             choices=("refill", "wait", "shrink", "raise"),
             default="refill",
             type=as_text,
-            help="what happens when an engine is lost; default: refill",
+            help="when an engine is lost; default: refill; wait and raise are not there yet",
         ),
         option("--keep", action="store_true", help="the engines outlive this kernel"),
         option("-v", "--verbose", action="store_true", help="show host and process id too"),
@@ -161,20 +182,7 @@ class DistMagics(Magics):
     @magic(
         "cell",
         _ranks_option(help=_RANKS_HELP),
-        option(
-            "-t",
-            "--timeout",
-            type=as_seconds,
-            metavar="SECONDS",
-            help="end the cell after this time",
-        ),
-        option(
-            "-o", "--output", type=as_name, metavar="NAME", help="variable that gets the CellResult"
-        ),
-        option("--once", action="store_true", help="do not replay it to engines that join later"),
-        option(
-            "--async", dest="is_async", action="store_true", help="return at once (not there yet)"
-        ),
+        *_CELL_OPTIONS,
     )
     def distributed(self, line: str, cell: str) -> None:
         """Run the cell on all ranks, or on those named; it fails if it fails on any of them.
@@ -182,18 +190,15 @@ class DistMagics(Magics):
         `%%rank[0,2-3]` is the same as `%%distributed -r 0,2-3`.
         """
         args = read_line(self.distributed, line)
-        if args.is_async:
-            raise WrongState("%%distributed --async is not there yet; leave it out: the cell waits")
-        cluster = session.current()
-        ranks = _ranks(args.ranks, cluster)
-        self._check_syntax(cell)
-        show_warnings([cluster.trouble] if cluster.trouble else [])
-        shown = CellDisplay(headless=not is_live(self.shell))
-        result = cluster.run(
-            cell, ranks=ranks, timeout=args.timeout, once=args.once, watch=shown.update
-        )
-        if args.output:
-            self._names[args.output] = result
+        self._run_cell(args, cell)
+
+    @magic("cell", option("ranks", type=as_text, metavar="RANKS", help=_RANKS_HELP), *_CELL_OPTIONS)
+    def rank(self, line: str, cell: str) -> None:
+        """Run the cell on the ranks that are named: `%%rank[0,2-3]`, or `%%rank 0,2-3`.
+
+        The same as `%%distributed -r 0,2-3`.
+        """
+        self._run_cell(read_line(self.rank, line), cell)
 
     @magic("line")
     def sync(self, line: str) -> None:
@@ -314,6 +319,20 @@ class DistMagics(Magics):
             show_line(f"The cluster did not end in order: {error}")
         else:
             show_line("The cluster has ended.")
+
+    def _run_cell(self, args: Namespace, cell: str) -> None:
+        """Run a cell with the options of its first line, and show it."""
+        if args.is_async:
+            raise WrongState("--async is not there yet; leave it out: the cell waits")
+        cluster = session.current()
+        ranks = _ranks(args.ranks, cluster)
+        self._check_syntax(cell)
+        shown = CellDisplay(headless=not is_live(self.shell))
+        result = cluster.run(
+            cell, ranks=ranks, timeout=args.timeout, once=args.once, watch=shown.update
+        )
+        if args.output:
+            self._names[args.output] = result
 
     @property
     def _names(self) -> dict[str, Any]:

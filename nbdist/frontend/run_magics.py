@@ -6,6 +6,7 @@ them out whatever the kernel does.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from IPython.core.magic import Magics, magics_class
@@ -96,7 +97,7 @@ class RunMagics(Magics):
     )
     def dist_set(self, line: str) -> None:
         """Change the learning rate of the current run at its next step boundary, on all ranks."""
-        args = read_line(self.dist_set, line)
+        args = read_line(self.dist_set, re.sub(r"\s*=\s*", "=", line))
         settings = dict(args.settings)
         _current_run().set(**settings)
         changes = ", ".join(f"{name}={value:g}" for name, value in settings.items())

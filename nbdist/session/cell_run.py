@@ -9,22 +9,20 @@ under which they began, or were added: a rank's part goes on with the next engin
 
 from __future__ import annotations
 
-import base64
 import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CellFailed, EngineDied, NbdistError, RankError, RunEnded
-from nbdist.protocol import orders as od
-from nbdist.protocol import runs as rn
-from nbdist.protocol import values
 from nbdist.protocol.calls import METADATA
-from nbdist.session.outputs import CellResult, NotSent, Progress, RankOutput
+from nbdist.session.outputs import CellResult, Progress, RankOutput, Values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nbdist.protocol import orders as od
+    from nbdist.protocol import runs as rn
     from nbdist.protocol.ids import CellId, Slot
     from nbdist.protocol.topology import Member, Membership
 
@@ -42,6 +40,8 @@ class CellRun:
         self.world: Membership = admitted.membership
         """As it is now; differs only once the cell has trained."""
         self.ranks = admitted.ranks
+        self.lack = ""
+        """Which ranks it began on and why not on all; empty where it began on all."""
         self.is_training = False
         self.outputs = {rank: RankOutput() for rank in self.ranks}
         self.engines: dict[int, Member | rn.SendCellTo] = {
@@ -316,7 +316,7 @@ class CellRun:
                 for rank, output in self.outputs.items()
             }
             seconds = time.monotonic() - self.began
-            notes = tuple(self._remarks()) if done else ()
+            notes = tuple(self._remarks()) if done else (self.lack,) if self.lack else ()
         return Progress(self.cell, ranks, done, self.world.generation, seconds, notes)
 
     def wait_for_change(self) -> None:
@@ -342,7 +342,7 @@ class CellRun:
         if not ranks:
             raise CellFailed("every engine that ran the cell is gone", {}, list(self._remarks()))
         texts = {final: self.outputs[rank].text for rank, final in ranks.items()}
-        found = {final: _value(self._values.get(rank, {})) for rank, final in ranks.items()}
+        found = Values({final: self._values.get(rank, {}) for rank, final in ranks.items()})
         seconds = time.monotonic() - self.began
         return CellResult(texts, found, self.world.generation, seconds, tuple(self._remarks()))
 
@@ -353,6 +353,8 @@ class CellRun:
                 yield rank, int(self.world.rank_of(engine.slot))
 
     def _remarks(self) -> Iterator[str]:
+        if self.lack:
+            yield self.lack
         if self._between is not None:
             yield "ran between steps {} and {}".format(*self._between)
         have_outcome = dict(self._final_ranks())
@@ -382,16 +384,3 @@ class CellRun:
         if self.died_at is not None:
             notes += [f"rank {r} still runs the cell" for r in self.running]
         return notes
-
-
-def _value(ours: dict[str, str]) -> Any:
-    """The value of the last expression.
-
-    Unpacked here and not where it arrives: unpacking a tensor imports torch.
-    """
-    if "value" in ours:
-        try:
-            return values.unpack(base64.b64decode(ours["value"]))
-        except Exception as error:  # noqa: BLE001 - a user's object may raise anything
-            return NotSent(f"it cannot be unpacked here: {type(error).__name__}: {error}")
-    return NotSent(ours["not_sent"]) if "not_sent" in ours else None

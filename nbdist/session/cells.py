@@ -23,6 +23,7 @@ from nbdist.protocol.calls import METADATA
 from nbdist.protocol.ids import CellId
 from nbdist.session.cell_run import CellRun
 from nbdist.session.outputs import CellResult, Progress
+from nbdist.session.status import lack_of
 
 if TYPE_CHECKING:
     from nbdist.session.client import EngineClient
@@ -48,6 +49,8 @@ class Cells:
     def __init__(self, link: Link, client: EngineClient) -> None:
         self._link, self._client = link, client
         self._runs: dict[CellId, CellRun] = {}
+        self._view: od.WorldView | None = None
+        """As the supervisor told it last."""
         self._sending = threading.Lock()
         """Cells of several threads reach all ranks in one order, so that their collectives meet."""
 
@@ -57,6 +60,8 @@ class Cells:
 
     def on_notice(self, notice: Notice) -> None:
         """From the link's thread."""
+        if isinstance(notice, od.WorldView):
+            self._view = notice
         for run in list(self._runs.values()):
             match notice:
                 case od.EngineLost():
@@ -133,6 +138,8 @@ class Cells:
             KeyboardInterrupt: the user interrupted it; the ranks were interrupted too.
         """
         run = self.begin(code, ranks=ranks, once=once)
+        if ranks is None and self._view is not None:
+            run.lack = lack_of(run.membership, self._view)
         succeeded = False
         try:
             self._send(run, code)

@@ -6,11 +6,15 @@ whoever shows it.
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from nbdist.protocol import values
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 State = Literal["running", "ok", "error", "died", "released", "lost"]
 """How a rank's part of a cell stands.
@@ -102,7 +106,7 @@ class CellResult:
         outputs: rank -> everything it printed or showed, as text.
         values: rank -> value of the cell's last expression (tensors on the CPU), None where it has
             none; `NotSent` where
-            it could not be sent, with the reason.
+            it could not be sent, with the reason. Each is unpacked when it is looked at.
         generation: the group in which it ran.
         seconds: from sending to the last answer.
         notes: what the user should know beside the output, a line each.
@@ -120,3 +124,41 @@ class NotSent:
     """Stands for a value that stayed on its engine, and says why."""
 
     reason: str
+
+
+class Values(Mapping[int, Any]):
+    """Rank -> value of the cell's last expression; equal to a dict of the same.
+
+    Unpacked when it is looked at: unpacking a tensor imports torch, which takes seconds, and most
+    cells are only shown.
+
+    Args:
+        packed: rank -> what its engine's reply holds of ours.
+    """
+
+    def __init__(self, packed: Mapping[int, Mapping[str, str]]) -> None:
+        self._packed = packed
+        self._unpacked: dict[int, Any] = {}
+
+    def __getitem__(self, rank: int) -> Any:
+        if rank not in self._unpacked:
+            self._unpacked[rank] = _value(self._packed[rank])
+        return self._unpacked[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _value(ours: Mapping[str, str]) -> Any:
+    if "value" in ours:
+        try:
+            return values.unpack(base64.b64decode(ours["value"]))
+        except Exception as error:  # noqa: BLE001 - a user's object may raise anything
+            return NotSent(f"it cannot be unpacked here: {type(error).__name__}: {error}")
+    return NotSent(ours["not_sent"]) if "not_sent" in ours else None

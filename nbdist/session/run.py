@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import operator
 import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.errors import CellFailed, NbdistError, RankError, named_error
+from nbdist.errors import NbdistError, named_error
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import RunStory
+from nbdist.session.run_fault import failure_of
 from nbdist.session.run_record import OVER, RunRecord
+from nbdist.session.status import whole_number
 
 if TYPE_CHECKING:
     import os
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.events import Incident
     from nbdist.protocol.ids import RunId
     from nbdist.protocol.story import Evaluation
+    from nbdist.views.chart import Chart
 
     Ask = Callable[[od.KernelOrder, float | None], Any]
 
@@ -38,7 +40,9 @@ State = Literal["running", "paused", "recovering", "finished", "stopped", "faile
 
 QUERY_LIMIT_S = 10.0
 GLANCE_LIMIT_S = 1.0
-"""A line about a run does not wait longer for its newest step."""
+"""A line of a magic about a run does not wait longer for its newest step."""
+LOOK_LIMIT_S = 0.3
+"""A mere look at a run waits no longer, and asks no sooner again."""
 
 
 class Detached(KeyboardInterrupt):
@@ -68,6 +72,8 @@ class Run:
         self._record = RunRecord()
         self._fetching = threading.Lock()
         """Reports are taken in the order in which they were asked for."""
+        self._fresh_until = 0.0
+        """Until then, by the monotonic clock, what is known counts as new."""
         self._unread = ""
         """Why the last steps could not be fetched; empty where they could."""
         self._changed = threading.Condition()
@@ -107,7 +113,16 @@ class Run:
 
     @property
     def num_committed(self) -> int:
-        """Steps that the trainer has committed, as far as they are known here already."""
+        """Steps that the trainer has committed.
+
+        As it stands now: asks the supervisor, a few times a second at most, and waits 0.3 s for an
+        answer; where none comes, it is what was known before. So do `samples_per_second`, `str`.
+        """
+        self._look()
+        return self._num_known
+
+    @property
+    def _num_known(self) -> int:
         if self.state == "finished" and self.target is not None:
             return self.target
         known = self._record.num_committed()
@@ -116,6 +131,7 @@ class Run:
     @property
     def samples_per_second(self) -> float | None:
         """Of all ranks together, over the last steps; None before there are any."""
+        self._look()
         return self._record.samples_per_second()
 
     @property
@@ -149,7 +165,14 @@ class Run:
         """One line on how it stands now."""
         with contextlib.suppress(TimeoutError):
             self.refresh(GLANCE_LIMIT_S)
-        return str(self)
+        return self._line()
+
+    def _look(self) -> None:
+        """Fetch the newest steps if that is quick; never raises."""
+        if time.monotonic() >= self._fresh_until:
+            with contextlib.suppress(TimeoutError):
+                self.refresh(LOOK_LIMIT_S)
+            self._fresh_until = time.monotonic() + LOOK_LIMIT_S
 
     def refresh(self, limit_s: float = QUERY_LIMIT_S) -> None:
         """Fetch the steps that are not known here yet.
@@ -161,7 +184,7 @@ class Run:
         """
         if not self._fetching.acquire(timeout=limit_s):
             raise TimeoutError(
-                f"another thread has asked for the steps of {self} for {limit_s:g} s"
+                f"another thread has asked for the steps of {self._who} for {limit_s:g} s"
             )
         try:
             if self._record.is_complete:
@@ -170,6 +193,7 @@ class Run:
             try:
                 self._record.take(self._ask(order, limit_s))
                 self._unread = ""
+                self._fresh_until = time.monotonic() + LOOK_LIMIT_S
             except NbdistError as error:
                 self._unread = str(error)
         finally:
@@ -208,7 +232,7 @@ class Run:
     def detached(self) -> Detached:
         """What an interrupt of a wait for this run raises."""
         how = "wait() waits for it again, stop() or %dist_stop ends it"
-        return Detached(f"the run goes on ({self}); {how}")
+        return Detached(f"the run goes on ({self._line()}); {how}")
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self._settled().__await__()
@@ -235,7 +259,7 @@ class Run:
     def _raise_if_failed(self) -> None:
         if self._view is not None and self._view.state in OVER:
             if self._view.state == "failed":
-                raise _failure(self._view.fault)
+                raise failure_of(self._view.fault)
         elif self._gone is not None:
             raise named_error(*self._gone)
 
@@ -277,6 +301,7 @@ class Run:
 
     def _steer(self, action: Literal["pause", "resume", "stop", "step"], steps: int = 0) -> None:
         self._ask(rn.SteerRun(run=self.id, action=action, steps=steps), None)
+        self._fresh_until = 0.0
 
     # ---- to show and keep
 
@@ -298,11 +323,11 @@ class Run:
             notes=notes,
         )
 
-    def figure(self, name: str) -> Any:
-        """A chart over the run's steps: "loss", "throughput" or "world"."""
-        from nbdist.views.report import figure  # noqa: PLC0415 - loads a plotting library
+    def figure(self, name: str) -> Chart:
+        """A chart over the steps, which a cell shows: "loss", "throughput" or "world"."""
+        from nbdist.views.chart import Chart  # noqa: PLC0415 - loads a plotting library
 
-        return figure(self.story(), name)
+        return Chart(self.story(), name)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the run as one HTML file, which opens offline; returns where it is."""
@@ -315,15 +340,22 @@ class Run:
         return self.name or "a cell's own loop"
 
     def __str__(self) -> str:
+        self._look()
+        return self._line()
+
+    def _line(self) -> str:
+        """How it stands, as far as that is known here."""
         of = "" if self.target is None else f" of {self.target}"
         fault = self._view.fault if self._view is not None else None
         first = fault.message.partition("\n")[0] if fault else ""
         said = f"{fault.kind}: {first}" if fault and first else fault.kind if fault else ""
         why = f" ({said})" if said else ""
-        parts = [f"{self._who}: {self.state}{why}", f"{self.num_committed}{of} steps"]
+        parts = [f"{self._who}: {self.state}{why}", f"{self._num_known}{of} steps"]
         if (loss := self._record.loss()) is not None:
             parts.append(f"loss {loss:.4g}")
-        if (pace := self.samples_per_second) is not None and not self.is_over:
+        if num := self._record.num_without_loss():
+            parts.append(f"{num} {'step' if num == 1 else 'steps'} without a finite loss")
+        if (pace := self._record.samples_per_second()) is not None and not self.is_over:
             parts.append(f"{pace:.4g} samples/s")
         return ", ".join(parts)
 
@@ -345,6 +377,7 @@ class Run:
                 return
             self._view, self.target = view, view.target
             if view.state in OVER:
+                self._fresh_until = 0.0
                 self._last_incidents = frozenset(map(_identity, self._world))
             self._wake()
 
@@ -362,33 +395,6 @@ class Run:
                     wake()
 
 
-def whole_number(name: str, value: object) -> int:
-    """An integer of at least 1.
-
-    Raises:
-        ValueError: it is none; the message names the argument.
-    """
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name}={value!r}: an integer, at least 1")
-    return number
-
-
 def _identity(incident: Incident) -> object:
     """The same for one incident, however often the supervisor tells it."""
     return incident.kind, incident.slots, incident.generation_before
-
-
-def _failure(fault: rn.RunFault | None) -> NbdistError:
-    if fault is None:
-        return CellFailed("the run failed; the supervisor's log says more")
-    if fault.rank is None and not fault.traceback:
-        return named_error(fault.kind, fault.message)
-    rank = -1 if fault.rank is None else fault.rank
-    error = RankError(rank, fault.kind, fault.message, fault.traceback)
-    error.traceback = error.traceback or [str(error)]
-    where = "" if fault.rank is None else f" (rank {fault.rank})"
-    return CellFailed(f"{error}{where}", {} if fault.rank is None else {rank: error})

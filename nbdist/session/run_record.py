@@ -77,6 +77,10 @@ class RunRecord:
         """Of the last step."""
         return float(self.rows[-1]["loss"]) if self.rows.size else None
 
+    def num_without_loss(self) -> int:
+        """Steps whose loss is no finite number."""
+        return int(np.count_nonzero(~np.isfinite(self.rows["loss"])))
+
     def samples_per_second(self) -> float | None:
         """Over the last steps, stalls included; of all ranks together."""
         recent = self.rows[-NUM_RECENT:]

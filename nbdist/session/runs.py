@@ -12,7 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from nbdist.protocol import runs as rn
-from nbdist.session.run import GLANCE_LIMIT_S, Run, whole_number
+from nbdist.session.run import GLANCE_LIMIT_S, Run
+from nbdist.session.status import whole_number
 
 if TYPE_CHECKING:
     from nbdist.protocol import orders as od

@@ -10,6 +10,7 @@ from nbdist.errors import TargetError
 
 if TYPE_CHECKING:
     from nbdist.protocol import orders as od
+    from nbdist.protocol.topology import Membership
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,25 @@ def trouble_of(view: od.WorldView) -> str:
     return f"{view.membership.world_size} of {view.size} ranks: {seats}"
 
 
+def lack_of(membership: Membership, view: od.WorldView) -> str:
+    """Which ranks a cell begins on, where some seats are not in its group; else empty.
+
+    Args:
+        membership: the group that the cell was admitted with.
+        view: the world, which may have gone on since then.
+    """
+    away = [seat for seat in view.seats if seat.slot not in membership]
+    if not away:
+        return ""
+    size = membership.world_size
+    ranks = f"ranks 0-{size - 1}" if size > 1 else "rank 0"
+    seats = ", ".join(
+        f"slot {seat.slot} " + ("joined later" if seat.state == "member" else f"was {seat.state}")
+        for seat in away
+    )
+    return f"began on {size} of {size + len(away)} ranks ({ranks}): {seats}"
+
+
 def chosen_ranks(ranks: object, world_size: int) -> tuple[int, ...]:
     """A rank or several as a sorted tuple.
 
@@ -103,6 +123,21 @@ def chosen_ranks(ranks: object, world_size: int) -> tuple[int, ...]:
             world = f"ranks 0-{world_size - 1}" if world_size else "no rank"
             raise TargetError(f"rank {rank} is not in the present world ({world})")
     return chosen
+
+
+def whole_number(name: str, value: object) -> int:
+    """An integer of at least 1.
+
+    Raises:
+        ValueError: it is none; the message names the argument.
+    """
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}={value!r}: an integer, at least 1")
+    return number
 
 
 def check_cell(code: object, timeout: object) -> None:

@@ -18,7 +18,7 @@ from nbdist.protocol.topology import Member, Membership
 from nbdist.session import cells as module
 from nbdist.session.cell_run import GRACE_AFTER_DEATH_S, CellRun
 from nbdist.session.cells import Cells
-from nbdist.session.outputs import NotSent, Rich, Text
+from nbdist.session.outputs import NotSent, Rich, Text, Values
 
 GROUP = Membership(
     generation=3,
@@ -646,3 +646,22 @@ def test_a_display_is_shown_what_has_changed_and_not_too_often(monkeypatch):
     show(clock.now)
     assert len(shown) == len(times)
     module._Throttle(run, None)(clock.now)
+
+
+def test_a_cell_says_from_the_first_that_it_lacks_ranks():
+    """While it runs, and in what it gives."""
+    run = cell()
+    run.lack = "began on 3 of 4 ranks"
+    assert run.progress(done=False).notes == ("began on 3 of 4 ranks",)
+    assert run.progress(done=True).notes == ("began on 3 of 4 ranks",)
+
+
+def test_a_value_is_unpacked_when_it_is_looked_at(monkeypatch):
+    """Each once, and none by a cell that is only shown."""
+    unpacked = []
+    monkeypatch.setattr(values, "unpack", lambda data: unpacked.append(data) or len(unpacked))
+    found = Values({0: {"value": "YQ=="}, 2: {"value": "Yg=="}, 3: {}})
+    assert (list(found), len(found), unpacked) == ([0, 2, 3], 3, [])
+    assert (found[2], found[2], unpacked) == (1, 1, [b"b"])
+    assert found == {0: 2, 2: 1, 3: None}
+    assert repr(found) == "{0: 2, 2: 1, 3: None}"

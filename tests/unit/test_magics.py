@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +19,7 @@ from traitlets.config import Config
 import nbdist
 from nbdist import errors
 from nbdist.frontend import magics, run_magics
+from nbdist.frontend.arguments import without_comment
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import ROWS
 from nbdist.session.outputs import CellResult, Progress, RankOutput
@@ -196,7 +199,8 @@ def test_loading_adds_exactly_the_magics_there_are(shell):
     }
     assert names == LINE_MAGICS
     assert {name for name in registered(shell, "cell") if name[:4] in {"dist", "rank"}} == {
-        "distributed"
+        "distributed",
+        "rank",
     }
 
 
@@ -213,7 +217,7 @@ def test_unloading_leaves_nothing_behind(bare_shell):
     assert bare_shell.run_cell("%%rank[0]\nx").error_in_exec.__class__ is UsageError
 
 
-@pytest.mark.parametrize("name", sorted([*LINE_MAGICS, "distributed"]))
+@pytest.mark.parametrize("name", sorted([*LINE_MAGICS, "distributed", "rank"]))
 def test_every_magic_has_its_docstring_as_help(name):
     """The help says what the magic does, in a sentence, and has a word on every argument."""
     method = getattr(magics.DistMagics, name, None) or getattr(run_magics.RunMagics, name)
@@ -577,6 +581,50 @@ def test_status_shows_the_last_run(shell, cluster, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "Run: t: running, 10 of 107 steps, loss 0.5"
 
 
+@pytest.mark.parametrize("line", ["lr=3e-4", "lr = 3e-4", "lr =3e-4   # less"])
+def test_a_setting_may_have_blanks_and_a_comment(shell, cluster, capsys, line):
+    """All of them set the same."""
+    cluster.train("t", steps=100)
+    run(shell, f"%dist_set {line}")
+    assert capsys.readouterr().out == "From the next step on: lr=0.0003.\n"
+
+
+# ---- comments
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("0 2  # both", "0 2  "),
+        ("# nothing", ""),
+        ("a#b", "a#b"),
+        ("-r '0 # 1' # don't", "-r '0 # 1' "),
+    ],
+)
+def test_a_comment_ends_a_line(line, kept):
+    """As in a shell: outside of quotes, after a blank."""
+    assert without_comment(line) == kept
+
+
+def readme_lines():
+    """Each line of the README's code that begins a magic, with a body where it needs one."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if block.startswith("%%"):
+            yield block
+        else:
+            yield from (one for one in block.splitlines() if one.startswith("%"))
+
+
+@pytest.mark.parametrize("cell", sorted({*readme_lines()} - {"%load_ext nbdist"}))
+def test_every_magic_of_the_readme_can_be_pasted(shell, session, cluster, cell):
+    """What stands in the first thing that is read is understood, comments included."""
+    if cell.startswith("%dist_init"):
+        session.cluster = None
+    run(shell, cell)
+    assert cluster.calls or session.started or "status" in cell
+
+
 # ---- wrong arguments
 
 
@@ -618,6 +666,8 @@ def test_status_shows_the_last_run(shell, cluster, capsys):
         ("%%distributed -r 'x\n1", UsageError, "no closing quotation"),
         ("%%distributed -r 7\n1", errors.TargetError, "no rank 7"),
         ("%%distributed --async\n1", errors.WrongState, "--async is not there yet"),
+        ("%%rank\n1", UsageError, "required: RANKS"),
+        ("%%rank 9\n1", errors.TargetError, "no rank 9"),
         ("%%rank[]\n1", errors.TargetError, "cannot read ''"),
         ("%%rank[0\n1", errors.TargetError, r"cannot read '\[0'"),
         ('%%rank["0"]\n1', errors.TargetError, "cannot read"),

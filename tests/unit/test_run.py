@@ -145,6 +145,36 @@ def test_the_history_asks_for_what_is_not_known_and_no_more(run, supervisor):
     assert [order.num_known for order in supervisor.heard] == [0, 3]
 
 
+def test_a_look_shows_how_it_stands_now_and_asks_seldom(run, supervisor, monkeypatch):
+    """Also after an order; and where nobody answers, what was known before."""
+    monkeypatch.setattr(module, "LOOK_LIMIT_S", 60.0)
+    run.hear(view(), ())
+    supervisor.rows = rows(0, 3)
+    assert (run.num_committed, str(run)) == (
+        3,
+        "trainer: running, 3 of 10 steps, loss 8, 120 samples/s",
+    )
+    assert len(supervisor.of(rn.QueryRun)) == 1
+    supervisor.rows = rows(0, 4)
+    run.pause()
+    assert (run.num_committed, run.samples_per_second) == (4, 120)
+    assert len(supervisor.of(rn.QueryRun)) == 2
+    run.resume()
+    for error in (TimeoutError(), NbdistError("gone")):
+        supervisor.error, run._fresh_until = error, 0.0
+        assert repr(run) == "<run of trainer: running, 4 of 10 steps, loss 7, 120 samples/s>"
+
+
+def test_steps_without_a_finite_loss_are_counted(run, supervisor):
+    """A loss that is no number any more does not end quietly."""
+    supervisor.rows = rows(0, 3, loss=[1.0, np.nan, np.inf])
+    assert "2 steps without a finite loss" in run.summary()
+    supervisor.rows = rows(0, 3, loss=[1.0, 2.0, np.inf])
+    supervisor.num_again = 3
+    run.refresh()
+    assert "1 step without a finite loss" in str(run)
+
+
 def test_a_history_is_a_copy(run, supervisor):
     """Whoever changes it changes nobody else's."""
     supervisor.rows = rows(0, 2)
@@ -280,9 +310,8 @@ def test_after_a_wait_the_last_step_is_known(run, supervisor):
     """Whoever shows the run then shows its end; what is finished has come to its target."""
     supervisor.rows, supervisor.state = rows(0, 10), "finished"
     run.hear(view("finished"), ())
-    assert (run.num_committed, str(run)) == (10, "trainer: finished, 10 of 10 steps")
-    run.wait()
-    assert str(run) == "trainer: finished, 10 of 10 steps, loss 1"
+    assert (run.num_committed, str(run)) == (10, "trainer: finished, 10 of 10 steps, loss 1")
+    assert run.wait() is run
 
 
 def test_a_wait_that_is_too_short_says_how_far_it_is(run, supervisor):
@@ -447,14 +476,14 @@ def test_a_rate_is_a_finite_number(run, supervisor, lr, error):
 
 
 def test_a_run_is_shown_as_one_line(run, supervisor):
-    """With the newest step where a cell shows it; from what is known elsewhere."""
+    """With the newest step."""
     supervisor.rows = rows(0, 4)
     run.hear(view("paused"), ())
-    assert repr(run) == "<run of trainer: paused, 0 of 10 steps>"
     shown = run._repr_mimebundle_(include=None, exclude=None)
     line = "<run of trainer: paused, 4 of 10 steps, loss 7, 120 samples/s>"
     assert (shown, repr(run)) == ({"text/plain": line}, line)
     own = Run(rn.RunSpec(run="c1.0", name="", cell="c1"), supervisor.ask, 5)
+    supervisor.rows = rows(0, 0)
     assert repr(own) == "<run of a cell's own loop: running, 0 steps>"
 
 

@@ -11,6 +11,7 @@ from nbdist.protocol.topology import EMPTY, Member, Membership
 from nbdist.session.status import (
     check_cell,
     chosen_ranks,
+    lack_of,
     rank_status,
     trouble_of,
     why_unhealthy,
@@ -99,6 +100,27 @@ def test_an_empty_seat_is_a_row_too():
 def test_a_wait_in_vain_says_what_is_missing(view, after, text):
     """The phase, the seats that are no members, the generation, and the supervisor's reason."""
     assert why_unhealthy(view, 30.0, after) == text
+
+
+@pytest.mark.parametrize(
+    ("began", "now", "text"),
+    [
+        (world("member", "member"), world("member", "starting"), ""),
+        (
+            world("member", "member", "member", "starting"),
+            world("member", "member", "member", "starting"),
+            "began on 3 of 4 ranks (ranks 0-2): slot 3 was starting",
+        ),
+        (
+            world("member", "starting"),
+            world("member", "member"),
+            "began on 1 of 2 ranks (rank 0): slot 1 joined later",
+        ),
+    ],
+)
+def test_a_cell_lacks_what_was_not_in_the_group_that_it_began_in(began, now, text):
+    """However the world looks by the time that the cell was admitted."""
+    assert lack_of(began.membership, now) == text
 
 
 @pytest.mark.parametrize(

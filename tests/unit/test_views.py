@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from nbdist.protocol.events import Incident
 from nbdist.protocol.story import ROWS, Evaluation, RunStory
 from nbdist.views import facts, figures, palette
+from nbdist.views.chart import Chart
 from nbdist.views.report import Check, figure, page, write_report
 
 NUM_STEPS = 30
@@ -333,3 +335,37 @@ def test_views_load_no_torch():
     code = "import sys\nimport nbdist.views.report\nassert 'torch' not in sys.modules"
     root = Path(palette.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
+
+
+# ---- a chart that a cell shows
+
+
+@pytest.mark.parametrize("name", figures.NAMES)
+@pytest.mark.parametrize("num_steps", [0, 1, 30, 50_000])
+def test_a_chart_draws_itself_small_and_without_a_network(name, num_steps):
+    """A drawing and its twin in words; whatever the length, a notebook stays small."""
+    story = make_story(max(num_steps, NUM_STEPS))
+    story = replace(story, rows=story.rows[:num_steps])
+    shown = Chart(story, name)._repr_mimebundle_(include=None, exclude=None)
+    root = ET.fromstring(shown["image/svg+xml"])
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root[0].text == facts.describe(story, name)
+    assert shown["text/plain"] == f"<chart: {root[0].text}>"
+    assert len(shown["image/svg+xml"]) < 30_000
+    assert not re.search("href|script|url", shown["image/svg+xml"])
+
+
+def test_a_chart_parts_its_line_where_a_loss_is_no_number():
+    """And marks the incidents; a loss that is none everywhere is said."""
+    drawn = Chart(with_rows(loss=(slice(10, 12), np.nan)), "loss").svg
+    (curve,) = re.findall(r'd="([^"]*)" fill="none"', drawn)
+    assert curve.count("M") == 2
+    assert drawn.count("stroke-dasharray") == 2
+    assert "None of 30 steps" in Chart(with_rows(loss=(slice(None), np.inf)), "loss").svg
+
+
+def test_a_chart_has_a_bokeh_figure_and_a_name():
+    """The one that reports hold; other names are refused."""
+    assert Chart(make_story(), "loss").bokeh.renderers
+    with pytest.raises(ValueError, match="no chart 'lost': there are loss, throughput, world"):
+        Chart(make_story(), "lost")

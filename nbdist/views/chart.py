@@ -1,0 +1,188 @@
+"""A chart that displays itself: a small drawing that needs neither network nor scripts, and a text.
+
+Made in the kernel, when a cell shows it. bokeh's own page holds megabytes of JavaScript; a saved
+notebook holds a few kilobytes of this instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbdist.views import palette
+from nbdist.views.facts import describe, place, throughput
+from nbdist.views.figures import NAMES, figure
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nbdist.protocol.story import RunStory
+
+__all__ = ["Chart"]
+
+_WIDTH, _HEIGHT = 640, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 26, 34
+_MAX_POINTS = 600
+"""Of a line; of a longer one, the least and the greatest of each stretch are drawn."""
+_NUM_TICKS = 5
+_UNITS = {"loss": "loss", "throughput": "samples/s", "world": "ranks"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart over a run's steps, which draws itself where a cell shows it.
+
+    Args:
+        story: the run.
+        name: "loss", "throughput" or "world".
+
+    Raises:
+        ValueError: there is no chart of that name.
+    """
+
+    story: RunStory
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(f"no chart {self.name!r}: there are {', '.join(NAMES)}")
+
+    @property
+    def bokeh(self) -> Any:
+        """The same as a bokeh figure, made anew: to change, or to show with `bokeh.io.show`."""
+        return figure(self.story, self.name)
+
+    @property
+    def text(self) -> str:
+        """What it shows, in a sentence or two."""
+        return describe(self.story, self.name)
+
+    @property
+    def svg(self) -> str:
+        """The drawing, as the text of an SVG file."""
+        return "\n".join(_drawing(self.story, self.name, self.text))
+
+    def __repr__(self) -> str:
+        return f"<chart: {self.text}>"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": repr(self), "image/svg+xml": self.svg}
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values to places in the drawing."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return self.begin + share * (self.end - self.begin)
+
+
+def _drawing(story: RunStory, name: str, text: str) -> list[str]:
+    """The lines of the SVG file."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-family="{escape(palette.FONT)}" '
+        f'font-size="12" fill="{palette.TEXT}">',
+        f"<title>{escape(text)}</title>",
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        f'<text x="{_LEFT}" y="16">{_UNITS[name]} over steps</text>',
+    ]
+    steps, values = story.rows["step"].astype(float), _values(story, name)
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known):
+        low = float(values[known].min()) if name == "loss" else 0.0
+        high = max(float(values[known].max()), low)
+        margin = 0.06 * (high - low) or 0.5
+        x = _Scale(steps[0], max(steps[-1], steps[0] + 1), _LEFT, _WIDTH - _RIGHT)
+        floor = low - margin if name == "loss" else 0.0
+        y = _Scale(floor, high + margin, _HEIGHT - _BOTTOM, _TOP)
+        lines += [*_axes(x, y), *_curve(steps, values, x, y), *_incidents(story, x)]
+    else:
+        lines.append(f'<text x="{_LEFT}" y="{_HEIGHT / 2}">{escape(text)}</text>')
+    return [*lines, "</svg>"]
+
+
+def _values(story: RunStory, name: str) -> NDArray[np.float64]:
+    if name == "throughput":
+        return throughput(story.rows)
+    values: NDArray[np.float64] = story.rows["loss" if name == "loss" else "world_size"]
+    return values.astype(float)
+
+
+def _axes(x: _Scale, y: _Scale) -> list[str]:
+    lines = []
+    for tick in _ticks(y.low, y.high):
+        at = f"{y(tick):.1f}"
+        lines.append(f'<path d="M{x.begin} {at}H{x.end}" stroke="{palette.GRID}"/>')
+        lines.append(f'<text x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{tick:,.4g}</text>')
+    lines += [
+        f'<text x="{x(tick):.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{tick:,.6g}</text>'
+        for tick in _ticks(x.low, x.high)
+    ]
+    return lines
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two."""
+    size = 10.0 ** np.floor(np.log10((high - low) / _NUM_TICKS))
+    unit = next(u * size for u in (1, 2, 5, 10) if (high - low) / (u * size) <= _NUM_TICKS)
+    first, last = int(np.ceil(low / unit)), int(np.floor(high / unit))
+    return [float(f"{number * unit:.10g}") for number in range(first, last + 1)]
+
+
+def _curve(
+    steps: NDArray[np.float64], values: NDArray[np.float64], x: _Scale, y: _Scale
+) -> list[str]:
+    """The line; parted where a value is no finite number."""
+    path, is_down = [], False
+    for index in _picked(values):
+        if is_finite := bool(np.isfinite(values[index])):
+            command = "L" if is_down else "M"
+            path.append(f"{command}{x(steps[index]):.1f} {y(values[index]):.1f}")
+        is_down = is_finite
+    colour = palette.slot_colour(0)
+    return [
+        f'<path d="{"".join(path)}" fill="none" stroke="{colour}" stroke-width="1.5" '
+        'stroke-linecap="round" stroke-linejoin="round"/>'
+    ]
+
+
+def _picked(values: NDArray[np.float64]) -> NDArray[np.intp]:
+    if len(values) <= _MAX_POINTS:
+        return np.arange(len(values))
+    picked = [0, len(values) - 1]
+    for begin, end in pairwise(np.linspace(0, len(values), _MAX_POINTS // 2 + 1).astype(int)):
+        part = values[begin:end]
+        if np.isfinite(part).all():
+            picked += [begin + int(part.argmin()), begin + int(part.argmax())]
+        else:  # the gap is to be seen, and what is beside it
+            wild = np.flatnonzero(~np.isfinite(part))
+            picked += [begin, begin + int(wild[0]), end - 1]
+    return np.unique(picked)
+
+
+def _incidents(story: RunStory, x: _Scale) -> list[str]:
+    """A mark for each above the curve; what it was is told where the mouse rests."""
+    lines = []
+    for incident in story.incidents:
+        step = place(incident, story.rows)
+        if step is not None and x.low <= step <= x.high:
+            at, slots = f"{x(step):.1f}", ", ".join(map(str, incident.slots))
+            told = escape(f"step {step}: slot {slots} {incident.kind} ({incident.cause})")
+            lines.append(
+                f'<g><title>{told}</title><path d="M{at} {_TOP}V{_HEIGHT - _BOTTOM}" '
+                f'stroke="{palette.MUTED}" stroke-dasharray="2 3"/>'
+                f'<text x="{at}" y="{_TOP}" text-anchor="middle">'
+                f"{palette.SYMBOLS[incident.kind]}</text></g>"
+            )
+    return lines
