@@ -242,6 +242,8 @@ class Incident(msgspec.Struct, kw_only=True):
     slots: tuple[Slot, ...]
     ranks: tuple[int, ...]
     cause: str
+    began_at: float | None = None
+    """When it was noticed, in seconds of the host's monotonic clock."""
     step: int | None = None
     generation_before: Generation
     generation_after: Generation | None = None

@@ -46,6 +46,7 @@ class Story:
             slots=tuple(ranks),
             ranks=tuple(rank for rank in ranks.values() if rank is not None),
             cause=cause,
+            began_at=now,
             generation_before=generation,
         )
         self.incidents.append(incident)
