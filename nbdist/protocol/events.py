@@ -105,6 +105,8 @@ class Beat(Event, frozen=True, kw_only=True):
     """The step of a run that it trains; None where no run goes on."""
     is_patient: bool = False
     """It is in a phase that may take long (first step, evaluation): its hang clock stands."""
+    slow_factor: float = 1.0
+    """The user has made it so many times as slow."""
     rss_bytes: int
 
 

@@ -11,7 +11,7 @@ A frame is one buffer::
 
 `Header.columns` says where each column lies. The first frame to a subscriber is a *snapshot*, each
 later one a *delta*: it holds the rows that are new since the frame before it. `Header.seq` counts
-them; a gap means that one was lost, and whoever notices asks for a snapshot (`orders.Resync`). A
+them; a gap means that one was lost, and whoever notices subscribes again, which gives a snapshot. A
 snapshot stands for itself: it takes the place of all that was there. World, run and counters are
 whole in every frame. Where JSON says null for a number it is not known or not finite; in columns
 that is NaN.
@@ -44,8 +44,9 @@ SCHEMA = 1
 PERIOD_S = 0.25
 """A subscriber is sent a frame that often at most."""
 WINDOW = 2
-"""Frames that may be on their way: further ones wait until the first is acknowledged, and then
-there is one with all that is new."""
+"""Frames that may be on their way, unless a subscriber wants another number: then nothing is sent
+until one is acknowledged, and the next frame holds all that is new by then."""
+MAX_WINDOW = 8
 TYPICAL_BYTES = 65_536
 MAX_BYTES = 262_144
 """No frame is larger; long series are thinned out to their least and greatest values."""
@@ -100,6 +101,7 @@ TABLES: dict[str, dict[str, str]] = {
         "kind": "f4",
         "ident": "f4",
     },
+    "memory": {"at": "f8", "rss_bytes": "f8", "device_bytes": "f8", "slot": "f4"},
     "seats": {"at": "f8", "slot": "f4", "rank": "f4", "state": "f4", "generation": "f4"},
     "phases": {"at": "f8", "phase": "f4", "generation": "f4", "world_size": "f4"},
 }
@@ -122,7 +124,10 @@ launch_at: its sum has begun; done_at: it has ended. size_bytes: of the bucket.
 spans: what the slot's main thread did when. kind: a number of `telemetry.Kind`: 3 forward,
 4 backward, 5 vote, 6 optimizer, 7 evaluate, 8 data, 9 checkpoint. ident: the micro-batch.
 
-seats: from `at` on, a slot has this state, a place in `STATES`, and this rank (NaN: none).
+memory: what a slot's engine held at `at`, about once a second. rss_bytes: resident. device_bytes:
+by torch on its GPU. Either is NaN where the row tells the other.
+
+seats: from `at` on, a slot has this state, a place in `STATES`, and this rank (-1: none).
 
 phases: from `at` on, the world has this phase, a place in `PHASES`, and so many members.
 
@@ -131,8 +136,8 @@ room: they are a sample. rows and steps are thinned out where they are many; `th
 """
 
 TABLES_OF: dict[View, tuple[str, ...]] = {
-    "overview": ("rows", "steps", "seats", "phases"),
-    "ranks": ("steps",),
+    "overview": ("rows", "steps", "memory", "seats", "phases"),
+    "ranks": ("steps", "memory"),
     "loss": ("rows", "phases"),
     "throughput": ("rows", "steps", "phases"),
     "sync": ("steps", "buckets", "spans"),
@@ -268,7 +273,7 @@ class Header(Part, frozen=True, kw_only=True):
     run: Run | None
     """None before the first run. A frame about another run than the one before is a snapshot."""
     is_live: bool
-    """More frames may follow; False: the run was over before it was subscribed to."""
+    """More frames may follow; False: this is the last one, of a run that is over."""
     world: World
     incidents: tuple[Numbered, ...]
     """Those that are new or have changed; in a snapshot all."""

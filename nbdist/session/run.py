@@ -15,9 +15,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.errors import CellFailed, NbdistError, RankError, named_error
+from nbdist.errors import NbdistError, named_error
+from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import RunStory
+from nbdist.session.curves import SlotCurves
+from nbdist.session.run_end import Detached, failure_of
 from nbdist.session.run_record import OVER, RunRecord
 
 if TYPE_CHECKING:
@@ -41,14 +44,6 @@ GLANCE_LIMIT_S = 1.0
 """A line about a run does not wait longer for its newest step."""
 
 
-class Detached(KeyboardInterrupt):
-    """An interrupt ended a wait for a run. The run goes on."""
-
-    def _render_traceback_(self) -> list[str]:
-        """IPython shows this line alone."""
-        return [f"{type(self).__name__}: {self}"]
-
-
 class Run:
     """A training run. Made by `cluster.train`; `await run` waits as `wait` does.
 
@@ -68,6 +63,7 @@ class Run:
         self._record = RunRecord()
         self._fetching = threading.Lock()
         """Reports are taken in the order in which they were asked for."""
+        self._curves = SlotCurves()
         self._unread = ""
         """Why the last steps could not be fetched; empty where they could."""
         self._changed = threading.Condition()
@@ -175,6 +171,10 @@ class Run:
         finally:
             self._fetching.release()
 
+    def refresh_curves(self, limit_s: float = QUERY_LIMIT_S) -> None:
+        """Fetch what each slot did, as far as the supervisor keeps it."""
+        self._curves.refresh(partial(self._ask, fd.QuerySnapshot(run=self.id), limit_s), self.state)
+
     # ---- its end
 
     def wait(self, timeout: float | None = None) -> Self:
@@ -235,7 +235,7 @@ class Run:
     def _raise_if_failed(self) -> None:
         if self._view is not None and self._view.state in OVER:
             if self._view.state == "failed":
-                raise _failure(self._view.fault)
+                raise failure_of(self._view.fault)
         elif self._gone is not None:
             raise named_error(*self._gone)
 
@@ -283,7 +283,8 @@ class Run:
     def story(self) -> RunStory:
         """The whole run, as a report needs it."""
         self.refresh()
-        notes = []
+        self.refresh_curves()
+        notes = list(self._curves.notes)
         if self._record.num_missing:
             notes.append(f"{self._record.num_missing} steps were dropped before they were read")
         if self._unread and not self._record.has_end:
@@ -295,6 +296,7 @@ class Run:
             rows=self._record.rows.copy(),
             incidents=self.incidents,
             evaluations=list(self._record.evaluations),
+            series=self._curves.by_slot,
             notes=notes,
         )
 
@@ -380,15 +382,3 @@ def whole_number(name: str, value: object) -> int:
 def _identity(incident: Incident) -> object:
     """The same for one incident, however often the supervisor tells it."""
     return incident.kind, incident.slots, incident.generation_before
-
-
-def _failure(fault: rn.RunFault | None) -> NbdistError:
-    if fault is None:
-        return CellFailed("the run failed; the supervisor's log says more")
-    if fault.rank is None and not fault.traceback:
-        return named_error(fault.kind, fault.message)
-    rank = -1 if fault.rank is None else fault.rank
-    error = RankError(rank, fault.kind, fault.message, fault.traceback)
-    error.traceback = error.traceback or [str(error)]
-    where = "" if fault.rank is None else f" (rank {fault.rank})"
-    return CellFailed(f"{error}{where}", {} if fault.rank is None else {rank: error})

@@ -25,13 +25,16 @@ from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.rundir import Owner, RunDir
 from nbdist.supervisor import instructions as do
+from nbdist.supervisor.changes import Changes
 from nbdist.supervisor.collector import Collector
 from nbdist.supervisor.desk import Desk
 from nbdist.supervisor.door import Door
+from nbdist.supervisor.feeds import Feeds
 from nbdist.supervisor.hub import HubLink
 from nbdist.supervisor.journal import Journal
 from nbdist.supervisor.launch import Zygote
 from nbdist.supervisor.ledger import Ledger, StepLedger
+from nbdist.supervisor.packing import Sources
 from nbdist.supervisor.scribe import Scribe
 from nbdist.supervisor.series import Series
 from nbdist.supervisor.starter import Starter
@@ -66,11 +69,17 @@ class Loop:
         self._journal = Journal(rundir.file("journal"), self._config.replay_limit_s)
         self._ledger = Ledger(rundir.file("ledger"))
         self._steps = StepLedger(rundir)
-        self._desk = Desk(
-            self._machine, self._journal, send=self._door.send, signal_engine=self._signal
-        )
         self._watchdog = Watchdog(self._config.hang_timeout_s)
         self._collector = Collector(Series(self._config.telemetry_max_mb))
+        sources = Sources(rundir.cluster_id, self._machine, self._collector, Changes())
+        self._feeds = Feeds(sources, self._door.send)
+        self._desk = Desk(
+            self._machine,
+            self._journal,
+            self._feeds,
+            send=self._door.send,
+            signal_engine=self._signal,
+        )
         self._scribe = Scribe(self._config.record, rundir.cluster_id, self._collector)
         self._zygote = Zygote(rundir)
         self._starter = Starter(rundir, self._config, self._machine, self._zygote)
@@ -129,6 +138,7 @@ class Loop:
         self._carry_out()
         if self._shown is not None:
             self._scribe.look(self._machine.runs, self._shown, now)
+            self._feeds.look(self._shown, now)
         self._desk.settle()
 
     # ---- what comes in

@@ -1,0 +1,31 @@
+"""How a wait for a run ends other than well. No threads, no sockets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.errors import CellFailed, NbdistError, RankError, named_error
+
+if TYPE_CHECKING:
+    from nbdist.protocol.runs import RunFault
+
+
+class Detached(KeyboardInterrupt):
+    """An interrupt ended a wait for a run. The run goes on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this line alone."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+def failure_of(fault: RunFault | None) -> NbdistError:
+    """The error of a run that failed."""
+    if fault is None:
+        return CellFailed("the run failed; the supervisor's log says more")
+    if fault.rank is None and not fault.traceback:
+        return named_error(fault.kind, fault.message)
+    rank = -1 if fault.rank is None else fault.rank
+    error = RankError(rank, fault.kind, fault.message, fault.traceback)
+    error.traceback = error.traceback or [str(error)]
+    where = "" if fault.rank is None else f" (rank {fault.rank})"
+    return CellFailed(f"{error}{where}", {} if fault.rank is None else {rank: error})
