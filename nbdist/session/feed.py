@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.ids import RunId
     from nbdist.session.link import Link
 
-    Relay = Callable[[fd.Frame], object]
+    Relay = Callable[["Feed", fd.Frame], object]
 
 SUBSCRIBE_LIMIT_S = 10.0
 
@@ -69,7 +69,7 @@ class Feed:
             return
         self._next = frame.seq + 1
         try:
-            self._relay(frame)
+            self._relay(self, frame)
         except Exception:
             log.exception("a live view (%s) takes no frames and is closed", self.order.name)
             self._link.post(fd.Unsubscribe(name=self.order.name))
@@ -107,7 +107,8 @@ class Feeds:
         """Subscribe.
 
         Args:
-            relay: called with each frame, in the link's thread; must return at once.
+            relay: called with the feed and each frame, in the link's thread, perhaps before this
+                returns; must return at once.
             views: what is wanted.
             width: of the widest chart, in pixels.
             run: only this run; None: always the newest.

@@ -58,7 +58,7 @@ class Room:
 
 
 SNAPSHOT = Room(rows=1_000, steps=1_200, details=400, memory=400, changes=500)
-DELTA = Room(rows=250, steps=500, details=250, memory=128, changes=250)
+DELTA = Room(rows=400, steps=500, details=250, memory=128, changes=250)
 _SHRINKS = (1.0, 0.5, 0.2)
 """A frame that would be too large is made again with so much of the room."""
 
