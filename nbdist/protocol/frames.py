@@ -31,7 +31,6 @@ import numpy as np
 
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import Generation, RunId, Slot
-from nbdist.protocol.story import Evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,9 +113,10 @@ the same step stands over the earlier one: it was committed again, since its hol
 steps: one attempt at a step on one slot. ended_at: its end. ready_at: when its last gradient was
 there, that is, when it came to the common sum. samples: this rank's. step_s: all of it. compute_s:
 its own forward and backward. exposed_s: communication and waiting that nothing hid, from `ready_at`
-to the end of the sums. wait_s: the part of it in which it waited for the slot that came last;
-whoever comes last has 0. data_s: waiting for batches. optimizer_s: the update. A slot of which
-nothing came has no row; a part of which nothing came is NaN.
+to the end of the sums. wait_s: how long after it the last slot came to the sum; whoever comes last
+has 0, and NaN stands where a slot told of the attempt too late to say. data_s: waiting for batches.
+optimizer_s: the update. A slot of which nothing came has no row; a part of which nothing came is
+NaN.
 
 buckets: one bucket of gradients in one attempt on one slot. ready_at: all its gradients are there;
 launch_at: its sum has begun; done_at: it has ended. size_bytes: of the bucket.
@@ -225,6 +225,17 @@ class Numbered(Part, frozen=True, kw_only=True):
     incident: Incident
 
 
+class Evaluated(Part, frozen=True, kw_only=True):
+    """What an evaluation at a step boundary gave."""
+
+    step: int
+    """Steps committed before it."""
+    at: float
+    """When it ended."""
+    metrics: dict[str, float | None]
+    """Name -> value over the whole evaluation set; None: no finite number."""
+
+
 class Counters(Part, frozen=True, kw_only=True):
     """What is missing, since the cluster began unless said otherwise."""
 
@@ -277,7 +288,7 @@ class Header(Part, frozen=True, kw_only=True):
     world: World
     incidents: tuple[Numbered, ...]
     """Those that are new or have changed; in a snapshot all."""
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[Evaluated, ...]
     """New ones; in a snapshot all, or the last ones where there are very many."""
     counters: Counters
     thinned: tuple[str, ...] = ()

@@ -284,7 +284,7 @@ class Run:
         """The whole run, as a report needs it."""
         self.refresh()
         self.refresh_curves()
-        notes = list(self._curves.notes)
+        notes = [] if self._unread else list(self._curves.notes)
         if self._record.num_missing:
             notes.append(f"{self._record.num_missing} steps were dropped before they were read")
         if self._unread and not self._record.has_end:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from nbdist.supervisor.series import Series
 
 SETTLED_S = 0.3
-"""Telemetry is sent ten times a second: what is older has come, if it comes at all."""
+"""Telemetry is sent ten times a second: what is older has come, as a rule."""
+LATE_S = 1.0
+"""So long a slot that tells nothing holds back what the others tell."""
+GONE_S = 3.0
+"""A slot that has told nothing for so long is not waited for."""
 
 PARTS = {
     "compute_s": Kind.COMPUTE,
@@ -53,6 +57,10 @@ class Reader:
         self._since = since
         self._marks: dict[tuple[Slot, Kind], int] = {}
         """Points that were read already, of those that were ever taken in."""
+        self._heard: dict[Slot, float] = {}
+        """When a slot last told of an attempt."""
+        self._last = -1
+        """The last attempt that was read."""
 
     def read(self, series: Series, now: float) -> list[Table]:
         """For each slot that has any the attempts that are new, whole and settled."""
@@ -60,10 +68,16 @@ class Reader:
         fresh = {slot: points for slot, points in fresh.items() if len(points)}
         if not fresh:
             return []
-        last = min(_bound(points, now - SETTLED_S) for points in fresh.values())
+        self._heard |= dict.fromkeys(fresh, now)
+        is_one_silent = any(
+            now - at < GONE_S for slot, at in self._heard.items() if slot not in fresh
+        )
+        settled = now - (LATE_S if is_one_silent else SETTLED_S)
+        last = min(_bound(points, settled) for points in fresh.values())
         chosen = {slot: points[key_of(points) <= last] for slot, points in fresh.items()}
         tables = [self._table(series, slot, steps) for slot, steps in chosen.items() if len(steps)]
-        _add_waits(tables)
+        _add_waits(tables, self._last)
+        self._last = max(self._last, last)
         return tables
 
     def _new(self, series: Series, slot: Slot, kind: Kind) -> NDArray[np.void]:
@@ -120,8 +134,11 @@ def _match(
     return found[is_there], is_there
 
 
-def _add_waits(tables: Sequence[Table]) -> None:
-    """How long each slot waited for the one that came last to the same attempt."""
+def _add_waits(tables: Sequence[Table], told: int) -> None:
+    """How long each slot waited for the one that came last to the same attempt.
+
+    Of attempts up to `told` others have been told before.
+    """
     if not tables:
         return
     keys = np.concatenate([_key_of_table(table) for table in tables])
@@ -129,7 +146,7 @@ def _add_waits(tables: Sequence[Table]) -> None:
     _, whose = np.unique(keys, return_inverse=True)
     latest = np.full(len(keys), -np.inf)
     np.fmax.at(latest, whose, ready)
-    waits = latest[whose] - ready
+    waits = np.where(keys > told, latest[whose] - ready, np.nan)
     ends = np.cumsum([len(table["step"]) for table in tables])
     for table, part in zip(tables, np.split(waits, ends[:-1]), strict=True):
         table["wait_s"] = part

@@ -6,6 +6,7 @@ so that nothing waits in a queue. Series that are long are thinned out to fit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from nbdist.protocol.events import Incident
     from nbdist.protocol.ids import Slot
-    from nbdist.protocol.story import Evaluation
     from nbdist.supervisor.changes import Changes
     from nbdist.supervisor.collector import Collector
     from nbdist.supervisor.run import Run
@@ -259,12 +259,17 @@ class Packer:
         self._told = {number: told for number, told in self._told.items() if number >= first}
         return tuple(news)
 
-    def _evaluations(self) -> tuple[Evaluation, ...]:
+    def _evaluations(self) -> tuple[fr.Evaluated, ...]:
         if self.run is None:
             return ()
         news = self.run.evaluations[self._num_evaluations :][-MAX_EVALUATIONS:]
         self._num_evaluations = len(self.run.evaluations)
-        return tuple(news)
+        return tuple(
+            fr.Evaluated(
+                step=e.step, at=e.at, metrics={k: _finite(v) for k, v in e.metrics.items()}
+            )
+            for e in news
+        )
 
     def _counters(self, delayed: int) -> fr.Counters:
         collector, story = self._sources.collector, self._sources.machine.story
@@ -308,6 +313,10 @@ def _world(machine: Machine) -> fr.World:
             for seat in view.seats
         ),
     )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _shortened(incident: Incident) -> Incident:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from nbdist.config import ClusterConfig
+from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import ROWS
 from nbdist.supervisor.desk import NUM_AGAIN, Desk
+from nbdist.supervisor.instructions import Tell
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.progress import Progress
 from nbdist.supervisor.run import Run
@@ -32,6 +35,7 @@ class Counter:
         self.desk = Desk(
             self.machine,
             NoJournal(),
+            None,
             send=lambda _, message: self.answers.append(message.body),
             signal_engine=lambda *_: None,
         )
@@ -65,6 +69,23 @@ def test_a_run_that_is_wanted_is_answered_when_it_has_begun():
     run = counter.machine.runs.present.spec.run
     counter.desk.begun(run, rn.RunBegun(run=run, step=0))
     assert counter.answers == [rn.RunBegun(run=run, step=0)]
+
+
+def test_slow_is_answered_when_the_engines_say_so():
+    """By their beats; an engine that is gone is slow no more."""
+    counter = Counter()
+    counter.machine.start(1.0)
+    order = od.SlowEngines(slots=(0, 1), factor=3.0)
+    first, second = (counter.machine.seats[slot] for slot in (0, 1))
+    beat = ev.Beat(slot=0, pid=1, number=1, generation=1, cell=None, waiting=None, rss_bytes=0)
+    first.beat = second.beat = beat
+    assert counter.ask(order) is None
+    told = [i for i in counter.machine.take() if isinstance(i, Tell)]
+    assert told == [Tell(slot, od.SlowDown(factor=3.0)) for slot in (0, 1)]
+    first.beat = msgspec.structs.replace(beat, slow_factor=3.0)
+    assert counter.settle() is None
+    second.clear()
+    assert counter.settle() == od.Done()
 
 
 def test_a_run_that_cannot_be_is_refused_at_once():

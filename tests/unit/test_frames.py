@@ -4,43 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from made_frames import HEADER
+from msgspec.structs import replace
 
 from nbdist.protocol import frames as fr
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import Generation, Slot
-
-NOTHING = fr.Counters(
-    records=0,
-    missing=0,
-    dropped=0,
-    late=0,
-    malformed=0,
-    no_room=0,
-    rows_dropped=0,
-    incidents_left_out=0,
-    delayed=0,
-)
-WORLD = fr.World(
-    phase="running",
-    generation=Generation(2),
-    world_size=0,
-    size=0,
-    healthy=True,
-    reason="",
-    seats=(),
-)
-HEADER = fr.Header(
-    seq=1,
-    kind="snapshot",
-    clock_s=5.5,
-    cluster="c",
-    run=None,
-    is_live=True,
-    world=WORLD,
-    incidents=(),
-    evaluations=(),
-    counters=NOTHING,
-)
 
 
 def phases(num: int) -> fr.Table:
@@ -54,7 +23,7 @@ def test_a_frame_is_read_as_it_was_packed() -> None:
         kind="lost", slots=(Slot(1),), ranks=(1,), cause="SIGKILL", generation_before=Generation(1)
     )
     told = (fr.Numbered(number=3, incident=lost),)
-    given = fr.msgspec.structs.replace(HEADER, incidents=told)
+    given = replace(HEADER, incidents=told)
     data = fr.pack(given, {"phases": phases(3)})
     header, tables = fr.unpack(data)
     assert header.incidents == told
@@ -98,7 +67,7 @@ def test_a_cut_frame_is_refused() -> None:
 
 def test_another_schema_is_refused() -> None:
     """A frame of a later version is not misread."""
-    later = fr.msgspec.structs.replace(HEADER, schema=fr.SCHEMA + 1)
+    later = replace(HEADER, schema=fr.SCHEMA + 1)
     with pytest.raises(fr.FrameError, match=f"schema {fr.SCHEMA + 1}"):
         fr.unpack(fr.pack(later, {}))
 
