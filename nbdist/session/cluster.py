@@ -240,8 +240,8 @@ class Cluster:
 
         Args:
             ranks: which.
-            factor: their own compute of a step takes so many times as long, by sleep; 1 ends it.
-                An engine that takes the place of a slow one is not.
+            factor: in a trainer's steps their own compute takes so many times as long, by sleep;
+                1 ends it. Who takes the seat of a slow engine is not slow.
         """
         factor = slow_factor(factor)
         slots = tuple(self._seen.membership.slots[rank] for rank in self._chosen(ranks) or ())

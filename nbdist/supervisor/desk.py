@@ -88,9 +88,7 @@ class Desk:
         if isinstance(request.order, _OF_RUNS):
             self._take_run(waiter, request.order, now)
         elif isinstance(request.order, _OF_FEEDS):
-            answer = self._feeds.take(identity, request.order, now)
-            if answer is not None:
-                self._answer(waiter, answer)
+            self._take_feed(waiter, request.order, now)
         else:
             self._take(waiter, request.order, now)
 
@@ -157,6 +155,14 @@ class Desk:
         else:
             waiter.steer = order
             self._waiters.append(waiter)
+
+    def _take_feed(self, waiter: Waiter, order: fd.FeedOrder, now: float) -> None:
+        answer = self._feeds.take(waiter.identity, order, now)
+        if isinstance(answer, od.Refused) and isinstance(order, fd.Subscribe) and not waiter.number:
+            ended = fd.SubscriptionEnded(name=order.name, reason=answer.message)
+            self._send(waiter.identity, ended)
+        elif answer is not None:
+            self._answer(waiter, answer)
 
     def begun(self, run: RunId, answer: rn.RunBegun | od.Refused) -> None:
         """A `BeginRun` is answered."""
@@ -247,10 +253,7 @@ class Desk:
         machine.attach(order.open_cells, self._journal.length, now)
         self._answer(waiter, view_of(machine))
         for subscription in order.subscriptions:
-            answer = self._feeds.take(waiter.identity, subscription, now)
-            if isinstance(answer, od.Refused):
-                ended = fd.SubscriptionEnded(name=subscription.name, reason=answer.message)
-                self._send(waiter.identity, ended)
+            self._take_feed(Waiter(waiter.identity, 0), subscription, now)
         for loss in self._losses:  # before it was there; what it knows already it passes over
             self._send(waiter.identity, loss)
 

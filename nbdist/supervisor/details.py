@@ -36,7 +36,7 @@ class DetailReader:
     """
 
     def __init__(self, since: float) -> None:
-        self._since_ns = int(since * 1e9)
+        self._since_ns = since * 1e9
         self._last = _FIRST
 
     def read(self, series: Series, now: float, max_rows: int) -> dict[str, Table]:

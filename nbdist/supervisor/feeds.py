@@ -7,11 +7,13 @@ run that is over.
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from nbdist.protocol import feed as fd
 from nbdist.protocol import orders as od
 from nbdist.protocol.frames import MAX_WINDOW, TABLES_OF
+from nbdist.protocol.ids import RunId
 from nbdist.supervisor.flow import DROP_S, Flow
 from nbdist.supervisor.packing import Packer, Sources
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     import msgspec
 
     from nbdist.protocol.frames import View
-    from nbdist.protocol.ids import RunId
     from nbdist.supervisor.run import Run
 
 MAX_SUBSCRIPTIONS = 16
@@ -31,6 +32,7 @@ LINGER_S = 0.5
 """After a run's end, for the last telemetry of it."""
 MIN_WIDTH, MAX_WIDTH = 100, 2_000
 _EVERYTHING = tuple(TABLES_OF)
+_NO_RUN = RunId("")
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +93,12 @@ class Feeds:
         ]
         if due:
             _, key = min(due)
-            self._serve(key, self._subscriptions[key], now)
+            try:
+                self._serve(key, self._subscriptions[key], now)
+            except Exception:
+                # Views must not take the supervisor down: the next one would be asked for the same.
+                log.exception("no frame could be made for %s", key)
+                self._end(key, "no frame could be made for it; the supervisor's log says more")
 
     # ---- runs
 
@@ -107,26 +114,32 @@ class Feeds:
                     self._keep(run, now)
 
     def _keep(self, run: Run, now: float) -> None:
-        name = run.spec.run
-        data = self._packer(run, _EVERYTHING, MAX_WIDTH).pack(1, now, is_live=False)
-        assert data is not None  # the first frame is one always
-        self._kept[name] = data
+        self._kept[run.spec.run] = self._whole(run, now)
         while len(self._kept) > NUM_KEPT:
             oldest = next(iter(self._kept))
             for kept in (self._kept, self._began, self._ended):
                 del kept[oldest]
 
+    def _whole(self, run: Run, now: float) -> bytes:
+        """A snapshot with all there is; empty where it could not be made."""
+        packer = self._packer(run, _EVERYTHING, MAX_WIDTH)
+        try:
+            return packer.pack(1, now, is_live=not run.is_over) or b""
+        except Exception:  # as above
+            log.exception("no frame could be made of the run %s", run.spec.run)
+            return b""
+
     def _packer(self, run: Run | None, views: tuple[View, ...], width: int) -> Packer:
-        since = self._began.get(run.spec.run, 0.0) if run is not None else 0.0
+        # Of a run that another supervisor saw begin, telemetry cannot be told from that of others.
+        since = self._began.get(run.spec.run, math.inf) if run is not None else math.inf
         return Packer(self._sources, run, since=since, views=views, width=width)
 
     def _snapshot(self, name: RunId, now: float) -> od.AnswerBody:
         run = self._sources.machine.runs.find(name)
-        data = self._kept.get(name)
-        if data is None and run is not None:
-            packer = self._packer(run, _EVERYTHING, MAX_WIDTH)
-            data = packer.pack(1, now, is_live=not run.is_over)
-        if data is None:
+        data = self._kept.get(name, b"")
+        if not data and run is not None:
+            data = self._whole(run, now)
+        if not data:
             text = "nothing is kept of this run; of the last ones there is, and of this cluster"
             return od.Refused(kind="WrongState", message=text)
         return fd.Frame(name="", seq=1, is_snapshot=True, data=data)
@@ -163,25 +176,33 @@ class Feeds:
         return subscription.flow.is_due(now)
 
     def _serve(self, key: tuple[bytes, str], subscription: Subscription, now: float) -> None:
-        flow, order = subscription.flow, subscription.order
-        run, seq = self._wanted(order), flow.num_sent + 1
-        kept = self._kept.get(order.run) if order.run is not None else None
-        packer, data, is_snapshot = subscription.packer, kept, True
-        if kept is None or (packer is not None and not flow.needs_snapshot):
-            if packer is None or flow.needs_snapshot or packer.run is not run:
+        flow, order, packer = subscription.flow, subscription.order, subscription.packer
+        run, is_last = self._wanted(order), self._is_past(order)
+        seq, is_snapshot = flow.num_sent + 1, True
+        is_new = packer is None or flow.needs_snapshot or packer.run is not run
+        data: bytes | None = self._kept.get(order.run or _NO_RUN) if is_new else None
+        if data:
+            seq = 1  # as it was packed
+        else:
+            if packer is None or is_new:
                 packer = self._packer(run, order.views, self._width(order))
             subscription.packer, is_snapshot = packer, packer.is_first
-            data = packer.pack(seq, now, is_live=kept is None, delayed=flow.num_delayed)
-        else:
-            seq = 1  # as it was packed
+            data = packer.pack(seq, now, is_live=not is_last, delayed=flow.num_delayed)
         if data is None:
             flow.looked(now)
             return
         flow.sent(now)
         identity, name = key
         self._send(identity, fd.Frame(name=name, seq=seq, is_snapshot=is_snapshot, data=data))
-        if kept is not None:
+        if is_last:
             self._end(key, "the run is over")
+
+    def _is_past(self, order: fd.Subscribe) -> bool:
+        """Whether only one run is wanted, and nothing more will come of it."""
+        run = self._wanted(order)
+        if order.run is None or (run is not None and not run.is_over):
+            return False
+        return order.run in self._kept or order.run not in self._began
 
     def _end(self, key: tuple[bytes, str], reason: str) -> None:
         del self._subscriptions[key]

@@ -39,8 +39,13 @@ MAX_INCIDENTS = 60
 MAX_EVALUATIONS = 100
 MAX_TEXT = 300
 """Characters of what is said in words."""
+MAX_NAME = 80
+"""Characters of what is only named."""
+MAX_METRICS = 16
 MAX_NAMES = 8
 """That could not be restored, of an incident."""
+NUM_AT_LEAST = 5
+"""Incidents and evaluations that even the fullest frame has room for."""
 _MEMORY = {"rss_bytes": Kind.MEMORY_RSS, "device_bytes": Kind.MEMORY_DEVICE}
 
 
@@ -119,6 +124,7 @@ class Packer:
         data = b""
         for share in _SHRINKS:
             fitted, thinned = self._fit(tables, room, share)
+            header = _trimmed(header) if share == _SHRINKS[-1] else header
             data = fr.pack(msgspec.structs.replace(header, thinned=thinned), fitted)
             if len(data) <= fr.MAX_BYTES:
                 break
@@ -193,22 +199,20 @@ class Packer:
         fitted, thinned = {}, []
         most = {"rows": room.rows, "steps": room.steps, "memory": room.memory}
         for name, parts in tables.items():
+            kept = [part for part in parts if _num_rows(part)]
+            num = sum(map(_num_rows, kept))
             if name in ("spans", "buckets") and share < 1.0:
+                kept = []
+            elif name in most and kept:
+                rows_each = max(4, min(int(most[name] * share) // len(kept), 2 * self._width))
+                kept = [_thin(name, part, rows_each) for part in kept]
+            if sum(map(_num_rows, kept)) < num:
                 thinned.append(name)
-                continue
-            parts = [part for part in parts if len(next(iter(part.values())))]  # noqa: PLW2901
-            if not parts:
-                continue
-            if name in most:
-                rows_each = max(4, min(int(most[name] * share) // len(parts), 2 * self._width))
-                thin = [_thin(name, part, rows_each) for part in parts]
-                if sum(map(_num_rows, thin)) < sum(map(_num_rows, parts)):
-                    thinned.append(name)
-                parts = thin  # noqa: PLW2901
-            fitted[name] = {
-                column: np.concatenate([part[column] for part in parts])
-                for column in fr.TABLES[name]
-            }
+            if kept:
+                fitted[name] = {
+                    column: np.concatenate([part[column] for part in kept])
+                    for column in fr.TABLES[name]
+                }
         return fitted, tuple(thinned)
 
     # ---- the header
@@ -264,12 +268,7 @@ class Packer:
             return ()
         news = self.run.evaluations[self._num_evaluations :][-MAX_EVALUATIONS:]
         self._num_evaluations = len(self.run.evaluations)
-        return tuple(
-            fr.Evaluated(
-                step=e.step, at=e.at, metrics={k: _finite(v) for k, v in e.metrics.items()}
-            )
-            for e in news
-        )
+        return tuple(fr.Evaluated(step=e.step, at=e.at, metrics=_metrics(e.metrics)) for e in news)
 
     def _counters(self, delayed: int) -> fr.Counters:
         collector, story = self._sources.collector, self._sources.machine.story
@@ -315,13 +314,23 @@ def _world(machine: Machine) -> fr.World:
     )
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _trimmed(header: fr.Header) -> fr.Header:
+    """With the last incidents and evaluations only."""
+    return msgspec.structs.replace(
+        header,
+        incidents=header.incidents[-NUM_AT_LEAST:],
+        evaluations=header.evaluations[-NUM_AT_LEAST:],
+    )
+
+
+def _metrics(metrics: dict[str, float]) -> dict[str, float | None]:
+    first = list(metrics.items())[:MAX_METRICS]
+    return {name[:MAX_NAME]: value if math.isfinite(value) else None for name, value in first}
 
 
 def _shortened(incident: Incident) -> Incident:
     names = list(incident.not_restored.items())
-    kept = {name[:MAX_TEXT]: why[:MAX_TEXT] for name, why in names[:MAX_NAMES]}
+    kept = {name[:MAX_NAME]: why[:MAX_NAME] for name, why in names[:MAX_NAMES]}
     if len(names) > MAX_NAMES:
         kept["…"] = f"and {len(names) - MAX_NAMES} more"
     return msgspec.structs.replace(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
 
 from nbdist.config import ClusterConfig
 from nbdist.protocol import events as ev
+from nbdist.protocol import feed as fd
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import ROWS
@@ -86,6 +89,22 @@ def test_slow_is_answered_when_the_engines_say_so():
     assert counter.settle() is None
     second.clear()
     assert counter.settle() == od.Done()
+
+
+def test_a_view_that_is_refused_is_told_so_in_any_case():
+    """By the answer, or where none is wanted by a notice: after a gap, or to another supervisor."""
+    counter = Counter()
+    sent = []
+    counter.desk._send = lambda _, message: sent.append(message)
+    refusal = od.Refused(kind="WrongState", message="not known here")
+    counter.desk._feeds = SimpleNamespace(take=lambda *_: refusal)
+    order = fd.Subscribe(name="v", views=("loss",), run="r")
+    counter.desk.take(b"kernel", od.Request(number=4, order=order), 1.0)
+    counter.desk.take(b"kernel", od.Request(number=0, order=order), 1.0)
+    attach = od.Attach(pid=1, subscriptions=(order,))
+    counter.desk.take(b"kernel", od.Request(number=0, order=attach), 1.0)
+    ended = fd.SubscriptionEnded(name="v", reason="not known here")
+    assert sent == [od.Answer(number=4, body=refusal), ended, ended]
 
 
 def test_a_run_that_cannot_be_is_refused_at_once():

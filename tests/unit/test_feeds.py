@@ -15,6 +15,8 @@ from nbdist.protocol import runs as rn
 from nbdist.protocol.frames import (
     MAX_BYTES,
     PERIOD_S,
+    PHASES,
+    STATES,
     TABLES,
     TYPICAL_BYTES,
     WINDOW,
@@ -32,6 +34,7 @@ from nbdist.supervisor.packing import IDLE_PERIOD_S, MAX_INCIDENTS, Sources
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.progress import Progress
 from nbdist.supervisor.run import Run
+from nbdist.supervisor.seats import SeatState
 from nbdist.supervisor.series import Series
 from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import view_of
@@ -597,7 +600,63 @@ def test_a_snapshot_of_a_run_can_be_asked_for(house):
     assert tables["rows"]["step"].tolist() == [0, 1, 2]
 
 
+def test_a_frame_that_cannot_be_made_ends_its_view_only(house, monkeypatch, caplog):
+    """The supervisor goes on: another one would be asked for the same frame."""
+    run = house.begin()
+    house.order(SUBSCRIBE)
+    monkeypatch.setattr(run.progress, "durable", lambda _slots: 1 / 0)
+    house.wait(1)
+    assert "the supervisor's log says more" in house.client.ends[0]
+    assert "ZeroDivisionError" in caplog.text
+    house.end()
+    house.wait(1)
+    assert house.feeds._kept == {"r1": b""}
+    assert house.feeds._subscriptions == {}
+
+
+def test_a_run_that_another_supervisor_saw_begin_has_no_telemetry(house, made_up):
+    """It cannot be told from that of other runs; the committed steps are known."""
+    house.train(made_up(0), steps=range(3))
+    house.begin().progress.add(0, committed(0, 3))
+    house.end("stopped")
+    house.feeds._began.clear()
+    house.wait(1)
+    _, tables = unpack(house.order(fd.QuerySnapshot(run="r1")).data)
+    assert tables["rows"]["step"].tolist() == [0, 1, 2]
+    assert "steps" not in tables
+    house.order(msgspec.structs.replace(SUBSCRIBE, run="r1"))
+    house.wait(2)
+    assert house.client.kinds == ["snapshot"]
+    assert not house.client.last.is_live
+    assert house.client.ends == ["the run is over"]
+
+
 # ---- how large
+
+
+def test_words_have_bounds_too(house):
+    """Reasons, names and metrics without end do not make a frame too large."""
+    run = house.begin()
+    long = "x" * 5_000
+    for number in range(MAX_INCIDENTS):
+        incident = house.machine.story.begin("lost", number, {1: 1}, long, 5.0)
+        incident.reason = long
+        incident.not_restored = {f"{name} {long}": long for name in range(100)}
+        metrics = {f"{name} {long}": 1.0 for name in range(100)}
+        run.evaluations.append(Evaluation(step=number, at=1.0, metrics=metrics))
+    run.fault = rn.RunFault(kind="ValueError", message=long)
+    house.order(SUBSCRIBE)
+    house.wait(0.5)
+    assert house.client.sizes[0] <= MAX_BYTES
+    header, _ = house.client.frames[0]
+    assert len(header.incidents) >= 5
+    assert header.incidents[-1].number == MAX_INCIDENTS
+
+
+def test_every_state_and_phase_has_a_place():
+    """A table names them by number."""
+    assert tuple(state.value for state in SeatState) == STATES
+    assert {phase.value for phase in Phase} <= set(PHASES)
 
 
 def test_a_long_run_is_thinned_out_and_says_so(house):
