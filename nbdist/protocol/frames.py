@@ -116,7 +116,7 @@ its own forward and backward. exposed_s: communication and waiting that nothing 
 to the end of the sums. wait_s: how long after it the last slot came to the sum; whoever comes last
 has 0, and NaN stands where a slot told of the attempt too late to say. data_s: waiting for batches.
 optimizer_s: the update. A slot of which nothing came has no row; a part of which nothing came is
-NaN.
+NaN. Of the last 2,000 attempts of each slot.
 
 buckets: one bucket of gradients in one attempt on one slot. ready_at: all its gradients are there;
 launch_at: its sum has begun; done_at: it has ended. size_bytes: of the bucket.

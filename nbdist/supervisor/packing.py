@@ -356,7 +356,7 @@ def _thin(name: str, table: fr.Table, max_rows: int) -> fr.Table:
     by = _THINNED_BY.get(name, ())
     values = [np.asarray(table[column], dtype=np.float64) for column in by]
     if not values:
-        values = [np.nan_to_num(np.asarray(table["rss_bytes"], np.float64), nan=0.0)]
+        values = [np.fmax(table["rss_bytes"], table["device_bytes"])]  # one of them is NaN
     num_bins = max(1, max_rows // (2 * len(values)))
     places = np.unique(np.concatenate([fr.extremes(one, num_bins) for one in values]))
     return {column: table[column][places] for column in table}

@@ -634,6 +634,25 @@ def test_a_run_that_another_supervisor_saw_begin_has_no_telemetry(house, made_up
 # ---- how large
 
 
+def test_much_memory_is_thinned_out_by_slot(house, made_up):
+    """The greatest is still there, of the GPU too."""
+    house.begin()
+    engine = made_up(0)
+    engine.now_ns = int((house.now + 1) * 1e9)
+    for number in range(1_000):
+        engine.now_ns += MS
+        engine.put(Kind.MEMORY_RSS, value=1e9 + (number == 555))
+        engine.put(Kind.MEMORY_DEVICE, value=2e9 + 5 * (number == 666))
+    house.collector.take(engine.batch(), 1)
+    house.collector.take(engine.batch(), 1)
+    house.order(SUBSCRIBE)
+    house.wait(0.5)
+    assert "memory" in house.client.frames[0][0].thinned
+    assert len(house.client.column("memory.at")) < 420
+    assert np.nanmax(house.client.column("memory.rss_bytes")) == 1e9 + 1
+    assert np.nanmax(house.client.column("memory.device_bytes")) == 2e9 + 5
+
+
 def test_words_have_bounds_too(house):
     """Reasons, names and metrics without end do not make a frame too large."""
     run = house.begin()
