@@ -17,14 +17,12 @@ from nbdist.supervisor.timeline import Key
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from numpy.typing import NDArray
-
     from nbdist.protocol.frames import Table
     from nbdist.protocol.ids import Slot
     from nbdist.supervisor.series import Series
     from nbdist.supervisor.timeline import StepTimeline
 
-_BUCKETS = (Kind.BUCKET_READY, Kind.BUCKET_LAUNCH, Kind.BUCKET_DONE)
+_BUCKETS = (int(Kind.BUCKET_READY), int(Kind.BUCKET_LAUNCH), int(Kind.BUCKET_DONE))
 _FIRST = Key(-1, -1, -1)
 
 
@@ -90,24 +88,31 @@ class DetailReader:
 def _spans(slot: Slot, timeline: StepTimeline) -> Iterable[tuple[float, ...]]:
     """Rows of the table, columns in its order; the whole step and its compute are in others."""
     key = timeline.key
-    for record in timeline.records:
-        kind = int(record["kind"])
+    for kind, ident, t0_ns, t1_ns, _ in _columns(timeline):
         if Kind.FORWARD <= kind < Kind.BUCKET_READY:
-            at = (record["t0_ns"] * 1e-9, record["t1_ns"] * 1e-9)
-            place = (slot, key.generation, key.attempt)
-            yield (key.step, *at, *place, kind, record["ident"])
+            at = (t0_ns * 1e-9, t1_ns * 1e-9)
+            yield (key.step, *at, slot, key.generation, key.attempt, kind, ident)
 
 
 def _buckets(slot: Slot, timeline: StepTimeline) -> Iterable[tuple[float, ...]]:
     """Rows of the table, columns in its order."""
-    key, records = timeline.key, timeline.records
-    moments: dict[int, dict[int, NDArray[np.void]]] = {}
-    for record in records[np.isin(records["kind"], _BUCKETS)]:
-        moments.setdefault(int(record["ident"]), {})[int(record["kind"])] = record
+    key = timeline.key
+    moments: dict[int, list[float]] = {}
+    for kind, ident, _, t1_ns, value in _columns(timeline):
+        if kind in _BUCKETS:
+            its = moments.setdefault(ident, [np.nan] * (len(_BUCKETS) + 1))
+            its[_BUCKETS.index(kind)] = t1_ns * 1e-9
+            if kind == Kind.BUCKET_DONE:
+                its[-1] = value
     for ident, its in sorted(moments.items()):
-        at = [float(its[kind]["t1_ns"]) * 1e-9 if kind in its else np.nan for kind in _BUCKETS]
-        size = float(its[Kind.BUCKET_DONE]["value"]) if Kind.BUCKET_DONE in its else np.nan
-        yield (key.step, *at, size, slot, key.generation, key.attempt, ident)
+        yield (key.step, *its, slot, key.generation, key.attempt, ident)
+
+
+def _columns(timeline: StepTimeline) -> Iterable[tuple[int, int, int, int, float]]:
+    """Of each record what rows are made of, as plain numbers: that is many times quicker."""
+    records = timeline.records
+    names = ("kind", "ident", "t0_ns", "t1_ns", "value")
+    return zip(*(records[name].tolist() for name in names), strict=True)
 
 
 def _tables(spans: list[tuple[float, ...]], buckets: list[tuple[float, ...]]) -> dict[str, Table]:
