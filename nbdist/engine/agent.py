@@ -120,7 +120,7 @@ class Agent:
         poller = zmq.Poller()
         for source in (socket, monitor, self._wakeup):
             poller.register(source, zmq.POLLIN)
-        next_beat, number, told = 0.0, 0, (False, self.cell)
+        next_beat, number, told = 0.0, 0, (False, self.cell, 1.0)
         while True:
             ready = dict(poller.poll(int(LOOK_PERIOD_S * 1000)))
             now = time.monotonic()
@@ -138,7 +138,7 @@ class Agent:
                 self._receive(socket)
             where = self._whereabouts.look(now)
             is_waiting = where is not None and now - where.since_s > WAIT_IS_NEWS_S
-            news = (is_waiting, self.cell)
+            news = (is_waiting, self.cell, self._slow_factor)
             if now >= next_beat or news != told:
                 number += 1
                 self._beat(socket, number, where if is_waiting else None, now)
@@ -179,6 +179,7 @@ class Agent:
             rss_bytes=_rss_bytes(),
             step=port.begun if port is not None else None,
             is_patient=port is not None and port.is_patient,
+            slow_factor=self._slow_factor,
         )
         socket.send(wire.encode(beat))
 
@@ -197,6 +198,8 @@ class Agent:
                     # An older cell that still runs stands in this one's way.
                     if self.cell is not None and cell not in self._left:
                         os.kill(os.getpid(), signal.SIGINT)
+                case od.SlowDown(factor=factor) if self.runs is not None:
+                    self.runs.slow_factor = factor
                 case od.EndEngine():
                     self._end_at = time.monotonic() + END_LIMIT_S
                     self._post(order)
@@ -205,6 +208,10 @@ class Agent:
                     self._post(order)
                 case _:
                     self._post(order)
+
+    @property
+    def _slow_factor(self) -> float:
+        return self.runs.slow_factor if self.runs is not None else 1.0
 
     def _end(self, why: str) -> None:
         log.warning("engine of slot %s ends: %s", self._slot, why)

@@ -80,6 +80,7 @@ class Ground(Protocol):
     groups: Groups
     tell: Callable[[ev.Event], None]
     poll: Callable[[], None]
+    slow_factor: float
 
     def wait(self) -> None:
         """Block until orders have come, and carry them out."""
@@ -133,6 +134,11 @@ class Port:
     def world_size(self) -> int:
         """Of the present group."""
         return dist.get_world_size()
+
+    @property
+    def slow_factor(self) -> float:
+        """The user has made this engine so many times as slow."""
+        return self._ground.slow_factor
 
     # ---- what the loop calls
 

@@ -71,6 +71,8 @@ class Runs:
         """What the user's names held when it began."""
         self.is_replaying = False
         """A replay trains nothing."""
+        self.slow_factor = 1.0
+        """The user has made this engine so many times as slow. Set by the agent's thread."""
         self._num_loops: tuple[CellId | None, int] = (None, 0)
         self._woken = threading.Event()
         """An order has come."""

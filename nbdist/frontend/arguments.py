@@ -19,6 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 __all__ = [
     "as_count",
     "as_devices",
+    "as_factor",
     "as_hosts",
     "as_name",
     "as_seconds",
@@ -96,6 +97,14 @@ def as_seconds(raw: str) -> float:
     """A number of seconds above 0."""
     if not re.fullmatch(r"[0-9]*\.?[0-9]+", as_text(raw)) or float(as_text(raw)) <= 0:
         message = f"{raw} is not a number of seconds above 0"
+        raise ArgumentTypeError(message)
+    return float(as_text(raw))
+
+
+def as_factor(raw: str) -> float:
+    """A number of at least 1."""
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+", as_text(raw)) or float(as_text(raw)) < 1:
+        message = f"{raw} is not a number of at least 1"
         raise ArgumentTypeError(message)
     return float(as_text(raw))
 

@@ -182,7 +182,9 @@ def _status_row(seat: RankStatus) -> list[object]:
     memory = f"{seat.memory_bytes / 2**20:.0f} MiB"
     rate = None if seat.samples_per_second is None else f"{seat.samples_per_second:.1f}"
     place = [seat.rank, seat.slot, seat.state, seat.generation, seat.device]
-    return [*place, memory, seat.step, rate, seat.activity]
+    slowed = f"slowed {seat.slow_factor:g} times" if seat.slow_factor != 1 else ""
+    activity = ", ".join(filter(None, (slowed, seat.activity)))
+    return [*place, memory, seat.step, rate, activity]
 
 
 def _incidents_line(incidents: Sequence[Incident]) -> str:

@@ -21,6 +21,7 @@ from nbdist.errors import NbdistError, NotStarted, WrongState
 from nbdist.frontend.arguments import (
     as_count,
     as_devices,
+    as_factor,
     as_hosts,
     as_name,
     as_seconds,
@@ -284,6 +285,20 @@ class DistMagics(Magics):
         ranks = parse_targets(",".join(part.strip(",") for part in args.ranks), cluster.world_size)
         cluster.kill(ranks, signal=args.signal)
         show_line(f"Sent {args.signal} to {name_ranks(ranks)}.")
+
+    @magic(
+        "line",
+        option("rank", type=as_text, metavar="RANK", help="such as 1, or 0,2"),
+        option("factor", type=as_factor, metavar="FACTOR", help="1 ends it"),
+    )
+    def dist_slow(self, line: str) -> None:
+        """Make a rank so many times as slow as it is, to watch a straggler."""
+        args = read_line(self.dist_slow, line)
+        cluster = session.current()
+        ranks = parse_targets(args.rank, cluster.world_size)
+        cluster.slow(ranks, args.factor)
+        pace = "as quick as before" if args.factor == 1 else f"{args.factor:g} times as slow"
+        show_line(f"Now {pace}: {name_ranks(ranks)}.")
 
     @magic("line", option("size", type=as_count, metavar="N", help="engines that there shall be"))
     def dist_scale(self, line: str) -> None:

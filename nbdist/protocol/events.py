@@ -105,6 +105,8 @@ class Beat(Event, frozen=True, kw_only=True):
     """The step of a run that it trains; None where no run goes on."""
     is_patient: bool = False
     """It is in a phase that may take long (first step, evaluation): its hang clock stands."""
+    slow_factor: float = 1.0
+    """The user has made it so many times as slow."""
     rss_bytes: int
 
 
@@ -242,6 +244,8 @@ class Incident(msgspec.Struct, kw_only=True):
     slots: tuple[Slot, ...]
     ranks: tuple[int, ...]
     cause: str
+    began_at: float | None = None
+    """When it was noticed, in seconds of the host's monotonic clock."""
     step: int | None = None
     generation_before: Generation
     generation_after: Generation | None = None

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import CellId, EngineId, Generation, Slot
@@ -31,6 +32,8 @@ class Attach(Order, frozen=True, kw_only=True):
     pid: int
     open_cells: tuple[CellId, ...] = ()
     """Cells that it has running."""
+    subscriptions: tuple[fd.Subscribe, ...] = ()
+    """To live views; to a supervisor that took over they are news."""
 
 
 class BeginCell(Order, frozen=True, kw_only=True):
@@ -68,6 +71,13 @@ class SignalEngines(Order, frozen=True, kw_only=True):
     signal: Literal["KILL", "TERM", "STOP"]
 
 
+class SlowEngines(Order, frozen=True, kw_only=True):
+    """Make engines so many times as slow; 1 ends it. Answered when they have taken it."""
+
+    slots: tuple[Slot, ...]
+    factor: float
+
+
 class InterruptCell(Order, frozen=True, kw_only=True):
     """The user wants a cell to end.
 
@@ -103,6 +113,7 @@ KernelOrder = (
     | BeginCell
     | EndCell
     | SignalEngines
+    | SlowEngines
     | InterruptCell
     | Scale
     | Ping
@@ -112,6 +123,7 @@ KernelOrder = (
     | rn.SteerRun
     | rn.SetRun
     | rn.QueryRun
+    | fd.FeedOrder
 )
 
 
@@ -145,6 +157,8 @@ class SeatView(msgspec.Struct, frozen=True, kw_only=True):
     is_holder: bool
     """Whether its variables are the world's."""
     not_restored: dict[str, str] = {}
+    slow_factor: float = 1.0
+    """It was made so many times as slow by the user."""
 
 
 class WorldView(Order, frozen=True, kw_only=True):
@@ -213,7 +227,7 @@ class RanksReleased(Order, frozen=True, kw_only=True):
     reason: str
 
 
-AnswerBody = WorldView | CellAdmitted | Done | Refused | rn.RunBegun | rn.RunReport
+AnswerBody = WorldView | CellAdmitted | Done | Refused | rn.RunBegun | rn.RunReport | fd.Frame
 """What an order may be answered with."""
 
 
@@ -224,7 +238,16 @@ class Answer(Order, frozen=True, kw_only=True):
     body: AnswerBody
 
 
-Notice = Answer | WorldView | EngineLost | RanksReleased | rn.CellTrains | rn.SendCellTo
+Notice = (
+    Answer
+    | WorldView
+    | EngineLost
+    | RanksReleased
+    | rn.CellTrains
+    | rn.SendCellTo
+    | fd.Frame
+    | fd.SubscriptionEnded
+)
 """What a kernel may receive."""
 
 
@@ -308,6 +331,12 @@ class InterruptMain(Order, frozen=True, kw_only=True):
     cell: CellId
 
 
+class SlowDown(Order, frozen=True, kw_only=True):
+    """At each step sleep `factor` - 1 times its own compute time; beats say so."""
+
+    factor: float
+
+
 class EndEngine(Order, frozen=True, kw_only=True):
     """Leave: scaled down, or the cluster shuts down."""
 
@@ -321,6 +350,7 @@ AgentOrder = (
     | ReceiveNames
     | AcknowledgeBeat
     | InterruptMain
+    | SlowDown
     | EndEngine
     | rn.RunOrder
 )

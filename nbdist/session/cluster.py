@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from nbdist.errors import (
     NbdistError,
     NotStarted,
-    RecoveryFailed,
     StartFailed,
 )
 from nbdist.gpus import default_num_engines, own_use
@@ -25,13 +24,17 @@ from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
+from nbdist.session.feed import Feeds
 from nbdist.session.link import Link
 from nbdist.session.runs import Runs
 from nbdist.session.status import (
     RankStatus,
     check_cell,
     chosen_ranks,
+    is_healthy,
+    log_ends,
     rank_status,
+    slow_factor,
     trouble_of,
     why_unhealthy,
 )
@@ -70,6 +73,8 @@ class Cluster:
             rundir, notice=self._hear, open_cells=self._open_cells, lost=self._world_gone
         )
         self._cells = Cells(self._link, self._client)
+        self.feeds = Feeds(self._link)
+        """Where live views subscribe."""
         self._runs = Runs(self._link.ask)
 
     # ---- what it is
@@ -230,6 +235,18 @@ class Cluster:
         slots = tuple(membership.slots[rank] for rank in chosen)
         self._ask(od.SignalEngines(slots=slots, signal=signal), 30.0)
 
+    def slow(self, ranks: int | Iterable[int], factor: float) -> None:
+        """Make ranks slow, to watch a straggler; returns when they have taken it.
+
+        Args:
+            ranks: which.
+            factor: in a trainer's steps their own compute takes so many times as long, by sleep;
+                1 ends it. Who takes the seat of a slow engine is not slow.
+        """
+        factor = slow_factor(factor)
+        slots = tuple(self._seen.membership.slots[rank] for rank in self._chosen(ranks) or ())
+        self._ask(od.SlowEngines(slots=slots, factor=factor), 10.0)
+
     def scale(self, size: int) -> None:
         """Grow or shrink to `size` engines; returns when the new world is formed.
 
@@ -259,16 +276,10 @@ class Cluster:
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
-                view = self._seen
-                if view.phase == "failed":
-                    raise RecoveryFailed(view.reason)
-                if view.healthy and (after is None or view.membership.generation > after):
+                if is_healthy(self._seen, after):
                     return
-                given_up = [s for s in view.seats if s.state == "given up"]
-                if given_up and view.phase == "running":
-                    raise RecoveryFailed(view.reason)
                 if time.monotonic() > deadline:
-                    raise TimeoutError(why_unhealthy(view, timeout, after))
+                    raise TimeoutError(why_unhealthy(self._seen, timeout, after))
                 self._changed.wait(0.1)
 
     # ---- start and end
@@ -288,21 +299,13 @@ class Cluster:
             self._changed.wait(0.02)
         view = self._view
         if view is not None and view.phase == "failed":
-            raise StartFailed(f"{view.reason}\n{self._log_ends()}")
+            raise StartFailed(f"{view.reason}\n{log_ends(self.logs)}")
         if time.monotonic() > deadline:
             phase = view.phase if view else "not answering"
             raise StartFailed(
                 f"the cluster is {phase} after {self.config.start_timeout_s:g} s\n"
-                f"{self._log_ends()}"
+                f"{log_ends(self.logs)}"
             )
-
-    def _log_ends(self, num_lines: int = 8) -> str:
-        parts = []
-        for path in sorted(self.logs.glob("*.log")):
-            lines = path.read_text(errors="replace").splitlines()[-num_lines:]
-            if lines:
-                parts += [f"{path.name}:", *(f"  {line}" for line in lines)]
-        return "\n".join(parts)
 
     def shutdown(self) -> None:
         """End all that this cluster started, and nothing else; bounded, whatever the engines do."""
@@ -313,6 +316,7 @@ class Cluster:
         self.on_shutdown()
         try:
             self._runs.shut_down()
+            self.feeds.close_all("the cluster was shut down")
             with contextlib.suppress(NbdistError, TimeoutError):
                 self._link.ask(od.Shutdown(), SHUTDOWN_LIMIT_S)
         finally:  # also after an interrupt, and where the supervisor is gone or stuck
@@ -350,6 +354,7 @@ class Cluster:
     def _world_gone(self, reason: str) -> None:
         self._cells.on_world_gone(reason)
         self._runs.cluster_gone("RecoveryFailed", reason)
+        self.feeds.close_all(reason)
 
     def _open_cells(self) -> list[CellId]:
         return self._cells.open_cells()
@@ -361,6 +366,7 @@ class Cluster:
                 self._view = notice
                 self._changed.notify_all()
             self._runs.hear(notice)
+        self.feeds.hear(notice)
         self._cells.on_notice(notice)
         if isinstance(notice, od.WorldView) and notice.phase == "failed":
             self._cells.on_world_gone(notice.reason)

@@ -22,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from nbdist.errors import NbdistError, RecoveryFailed, WrongState, named_error
 from nbdist.processes import spawn
+from nbdist.protocol import feed as fd
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.protocol import wire
@@ -62,6 +63,8 @@ class Link:
         lost: Callable[[str], None],
     ) -> None:
         self._rundir, self._notice = rundir, notice
+        self.subscriptions: Callable[[], tuple[fd.Subscribe, ...]] = tuple
+        """Asked for those to live views, when a supervisor takes over."""
         self._open_cells, self._lost = open_cells, lost
         _, _, self._keys = rundir.read()
         self._numbers = itertools.count(1)
@@ -122,6 +125,10 @@ class Link:
         with self._lock:
             self._pending[request.number] = (request, Future())
         self._put(request)
+
+    def post(self, order: od.KernelOrder) -> None:
+        """Send an order that wants no answer, once: with a supervisor that ends it may be lost."""
+        self._put(od.Request(number=0, order=order))
 
     def close(self) -> None:
         """End the thread; the supervisor is ended by an order, not here. Safe to call twice."""
@@ -219,7 +226,11 @@ class Link:
 
         Called when a supervisor is there: the first one, or one that took over.
         """
-        order = od.Attach(pid=os.getpid(), open_cells=tuple(self._open_cells()))
+        order = od.Attach(
+            pid=os.getpid(),
+            open_cells=tuple(self._open_cells()),
+            subscriptions=self.subscriptions(),
+        )
         self._send(socket, od.Request(number=-1, order=order))
         with self._lock:
             self._sent &= set(self._pending)

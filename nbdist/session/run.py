@@ -15,9 +15,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist.errors import NbdistError, named_error
+from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import RunStory
-from nbdist.session.run_fault import failure_of
+from nbdist.session.curves import SlotCurves
+from nbdist.session.run_end import Detached, failure_of
 from nbdist.session.run_record import OVER, RunRecord
 from nbdist.session.status import whole_number
 
@@ -45,14 +47,6 @@ LOOK_LIMIT_S = 0.3
 """A mere look at a run waits no longer, and asks no sooner again."""
 
 
-class Detached(KeyboardInterrupt):
-    """An interrupt ended a wait for a run. The run goes on."""
-
-    def _render_traceback_(self) -> list[str]:
-        """IPython shows this line alone."""
-        return [f"{type(self).__name__}: {self}"]
-
-
 class Run:
     """A training run. Made by `cluster.train`; `await run` waits as `wait` does.
 
@@ -74,6 +68,7 @@ class Run:
         """Reports are taken in the order in which they were asked for."""
         self._fresh_until = 0.0
         """Until then, by the monotonic clock, what is known counts as new."""
+        self._curves = SlotCurves()
         self._unread = ""
         """Why the last steps could not be fetched; empty where they could."""
         self._changed = threading.Condition()
@@ -199,6 +194,10 @@ class Run:
         finally:
             self._fetching.release()
 
+    def refresh_curves(self, limit_s: float = QUERY_LIMIT_S) -> None:
+        """Fetch what each slot did, as far as the supervisor keeps it."""
+        self._curves.refresh(partial(self._ask, fd.QuerySnapshot(run=self.id), limit_s), self.state)
+
     # ---- its end
 
     def wait(self, timeout: float | None = None) -> Self:
@@ -308,7 +307,8 @@ class Run:
     def story(self) -> RunStory:
         """The whole run, as a report needs it."""
         self.refresh()
-        notes = []
+        self.refresh_curves()
+        notes = [] if self._unread else list(self._curves.notes)
         if self._record.num_missing:
             notes.append(f"{self._record.num_missing} steps were dropped before they were read")
         if self._unread and not self._record.has_end:
@@ -320,6 +320,7 @@ class Run:
             rows=self._record.rows.copy(),
             incidents=self.incidents,
             evaluations=list(self._record.evaluations),
+            series=self._curves.by_slot,
             notes=notes,
         )
 

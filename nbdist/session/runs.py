@@ -89,6 +89,7 @@ class Runs:
             if left_s > 0:
                 with contextlib.suppress(TimeoutError):
                     run.refresh(left_s)
+                run.refresh_curves(max(0.1, deadline - time.monotonic()))
 
     def _run(self, spec: rn.RunSpec) -> Run:
         with self._lock:

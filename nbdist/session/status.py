@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import TargetError
+from nbdist.errors import RecoveryFailed, TargetError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nbdist.protocol import orders as od
     from nbdist.protocol.topology import Membership
 
@@ -34,6 +37,8 @@ class RankStatus:
     """What its main thread does, where that is known."""
     not_restored: dict[str, str]
     """Name -> why it could not be brought back after a refill."""
+    slow_factor: float = 1.0
+    """The user has made it so many times as slow."""
 
 
 def rank_status(
@@ -60,7 +65,20 @@ def rank_status(
         samples_per_second=samples_per_second if is_member else None,
         activity=seat.activity,
         not_restored=dict(seat.not_restored),
+        slow_factor=seat.slow_factor,
     )
+
+
+def is_healthy(view: od.WorldView, after: int | None) -> bool:
+    """Whether all seats are filled and the group is formed, in a generation past `after`.
+
+    Raises:
+        RecoveryFailed: it cannot come to that.
+    """
+    given_up = any(seat.state == "given up" for seat in view.seats)
+    if view.phase == "failed" or (view.phase == "running" and given_up and not view.healthy):
+        raise RecoveryFailed(view.reason)
+    return view.healthy and (after is None or view.membership.generation > after)
 
 
 def why_unhealthy(view: od.WorldView, timeout: float, after: int | None) -> str:
@@ -146,3 +164,25 @@ def check_cell(code: object, timeout: object) -> None:
         raise TypeError(f"code={code!r}: the source of a cell is text")
     if not isinstance(timeout, int | float | None):
         raise TypeError(f"timeout={timeout!r}: seconds, or None for no limit")
+
+
+def slow_factor(factor: object) -> float:
+    """How slow an engine is to be.
+
+    Raises:
+        ValueError: it is no number of at least 1.
+    """
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not is_number or not 1 <= float(factor) < math.inf:  # type: ignore[arg-type]
+        raise ValueError(f"factor={factor!r}: a number, at least 1; 1 ends it")
+    return float(factor)  # type: ignore[arg-type]
+
+
+def log_ends(folder: Path, num_lines: int = 8) -> str:
+    """The last lines of every log."""
+    parts = []
+    for path in sorted(folder.glob("*.log")):
+        lines = path.read_text(errors="replace").splitlines()[-num_lines:]
+        if lines:
+            parts += [f"{path.name}:", *(f"  {line}" for line in lines)]
+    return "\n".join(parts)

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbdist.protocol import feed as fd
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.protocol.ids import RunId
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     import msgspec
 
     from nbdist.protocol.ids import CellId
+    from nbdist.supervisor.feeds import Feeds
     from nbdist.supervisor.journal import Journal
     from nbdist.supervisor.state import Machine
 
 NUM_AGAIN = 64
 """So many of the rows that a kernel has are sent again: a step may have run once more."""
+_OF_FEEDS = (fd.Subscribe, fd.Acknowledge, fd.Unsubscribe, fd.QuerySnapshot)
 _OF_RUNS = (rn.BeginRun, rn.SteerRun, rn.SetRun, rn.QueryRun)
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "STOP": signal.SIGSTOP}
 
@@ -43,13 +46,15 @@ class Waiter:
     """Seats that must all be members."""
     steer: rn.SteerRun | None = None
     """A run that must have come to what was ordered."""
+    slow: od.SlowEngines | None = None
+    """Engines that must have taken their pace."""
 
 
 class Desk:
     """Where kernels are served.
 
     Args:
-        machine, journal: the cluster's.
+        machine, journal, feeds: the cluster's.
         send: sends a message to a kernel (identity, message).
         signal_engine: sends a signal to an engine (pid, number).
     """
@@ -58,11 +63,12 @@ class Desk:
         self,
         machine: Machine,
         journal: Journal,
+        feeds: Feeds,
         *,
         send: Callable[[bytes, msgspec.Struct], None],
         signal_engine: Callable[[int, int], None],
     ) -> None:
-        self._machine, self._journal = machine, journal
+        self._machine, self._journal, self._feeds = machine, journal, feeds
         self._send, self._signal_engine = send, signal_engine
         self._kernels: set[bytes] = set()
         self._cells: dict[CellId, tuple[Waiter, od.BeginCell]] = {}
@@ -81,6 +87,8 @@ class Desk:
         waiter = Waiter(identity, request.number)
         if isinstance(request.order, _OF_RUNS):
             self._take_run(waiter, request.order, now)
+        elif isinstance(request.order, _OF_FEEDS):
+            self._take_feed(waiter, request.order, now)
         else:
             self._take(waiter, request.order, now)
 
@@ -106,14 +114,24 @@ class Desk:
             case od.InterruptCell(cell=cell):
                 machine.interrupt(cell, now)
                 self._answer(waiter, od.Done())
-            case od.SignalEngines() as order:
-                self._signal(waiter, order)
-            case od.Scale(size=size):
-                machine.scale(size, now)
-                waiter.size = size
-                self._waiters.append(waiter)
+            case od.SignalEngines() | od.SlowEngines() | od.Scale():
+                self._take_engines(waiter, its, now)
             case od.Shutdown():
                 self._goodbyes.append(waiter)
+
+    def _take_engines(
+        self, waiter: Waiter, order: od.SignalEngines | od.SlowEngines | od.Scale, now: float
+    ) -> None:
+        """Something is to become of engines; answered when it is so."""
+        if isinstance(order, od.SignalEngines):
+            self._signal(waiter, order)
+        elif isinstance(order, od.SlowEngines):
+            self._machine.slow(order.slots, order.factor)
+            waiter.slow = order
+        else:
+            self._machine.scale(order.size, now)
+            waiter.size = order.size
+        self._waiters.append(waiter)
 
     def _take_run(
         self,
@@ -137,6 +155,14 @@ class Desk:
         else:
             waiter.steer = order
             self._waiters.append(waiter)
+
+    def _take_feed(self, waiter: Waiter, order: fd.FeedOrder, now: float) -> None:
+        answer = self._feeds.take(waiter.identity, order, now)
+        if isinstance(answer, od.Refused) and isinstance(order, fd.Subscribe) and not waiter.number:
+            ended = fd.SubscriptionEnded(name=order.name, reason=answer.message)
+            self._send(waiter.identity, ended)
+        elif answer is not None:
+            self._answer(waiter, answer)
 
     def begun(self, run: RunId, answer: rn.RunBegun | od.Refused) -> None:
         """A `BeginRun` is answered."""
@@ -201,6 +227,8 @@ class Desk:
                 answer = self._scaled(waiter.size)
             elif waiter.steer is not None:
                 answer = self._steered(waiter.steer)
+            elif waiter.slow is not None:
+                answer = self._slowed(waiter.slow)
             elif not waiter.pids:
                 answer = od.Done()
             if answer is not None:
@@ -224,6 +252,8 @@ class Desk:
         self._kernels.add(waiter.identity)
         machine.attach(order.open_cells, self._journal.length, now)
         self._answer(waiter, view_of(machine))
+        for subscription in order.subscriptions:
+            self._take_feed(Waiter(waiter.identity, 0), subscription, now)
         for loss in self._losses:  # before it was there; what it knows already it passes over
             self._send(waiter.identity, loss)
 
@@ -237,6 +267,12 @@ class Desk:
             return od.Refused(kind="RecoveryFailed", message=view_of(machine).reason)
         return od.Done() if machine.is_healthy else None
 
+    def _slowed(self, order: od.SlowEngines) -> od.Done | None:
+        """Whether their beats say so; an engine that is gone is slow no more."""
+        beats = [s.beat for s in self._machine.seats.values() if s.slot in order.slots]
+        has_taken = all(beat is None or beat.slow_factor == order.factor for beat in beats)
+        return od.Done() if has_taken else None
+
     def _signal(self, waiter: Waiter, order: od.SignalEngines) -> None:
         seats = [s for s in self._machine.seats.values() if s.slot in order.slots and s.pid]
         for seat in seats:
@@ -244,7 +280,6 @@ class Desk:
                 seat.killed_why, seat.ordered_at = BY_USER, time.monotonic()
                 waiter.pids.add(seat.pid or 0)
             self._signal_engine(seat.pid or 0, SIGNALS[order.signal])
-        self._waiters.append(waiter)
 
     def _answer(self, waiter: Waiter, body: od.AnswerBody) -> None:
         if waiter.number:

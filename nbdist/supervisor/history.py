@@ -61,6 +61,8 @@ class Window:
         self._end = 0
         """Where the next value goes."""
         self._num = 0
+        self.num_added = 0
+        """Values that were ever taken in."""
 
     def add(self, values: NDArray[np.void]) -> int:
         """Take these in; returns how many found no room because not even the first bytes did."""
@@ -74,11 +76,12 @@ class Window:
         self._kept[places] = last
         self._end = int(self._end + len(last)) % size
         self._num = min(size, self._num + len(last))
+        self.num_added += len(values)
         return 0
 
-    def values(self) -> NDArray[np.void]:
-        """A copy, oldest first."""
-        start = self._end - self._num
+    def values(self, num_last: int | None = None) -> NDArray[np.void]:
+        """A copy, oldest first; of the last so many."""
+        start = self._end - (self._num if num_last is None else min(num_last, self._num))
         places = np.arange(start, self._end) % max(1, len(self._kept))
         return self._kept[places]
 
@@ -125,6 +128,15 @@ class History:
     def points(self) -> NDArray[np.void]:
         """The last values as they were, of dtype `POINT`, oldest first."""
         return self._points.values()
+
+    @property
+    def num_added(self) -> int:
+        """Points that were ever taken in."""
+        return self._points.num_added
+
+    def since(self, num: int) -> NDArray[np.void]:
+        """Those points that came after the first `num`, as far as they are kept."""
+        return self._points.values(max(0, self.num_added - num))
 
     def summaries(self) -> NDArray[np.void]:
         """What came before the points, of dtype `SUMMARY`, oldest first."""

@@ -18,25 +18,26 @@ import msgspec
 import psutil
 import zmq
 
-from nbdist.gpus import num_cores
-from nbdist.processes import RUNDIR_VARIABLE, end_processes, spawn
+from nbdist.processes import end_processes, spawn
 from nbdist.protocol import events as ev
 from nbdist.protocol import forks, wire
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.rundir import Owner, RunDir
 from nbdist.supervisor import instructions as do
+from nbdist.supervisor.changes import Changes
 from nbdist.supervisor.collector import Collector
 from nbdist.supervisor.desk import Desk
-from nbdist.supervisor.devices import engine_environment, offered_slots
 from nbdist.supervisor.door import Door
+from nbdist.supervisor.feeds import Feeds
 from nbdist.supervisor.hub import HubLink
 from nbdist.supervisor.journal import Journal
 from nbdist.supervisor.launch import Zygote
 from nbdist.supervisor.ledger import Ledger, StepLedger
+from nbdist.supervisor.packing import Sources
 from nbdist.supervisor.scribe import Scribe
-from nbdist.supervisor.seats import SeatState
 from nbdist.supervisor.series import Series
+from nbdist.supervisor.starter import Starter
 from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import last_words, view_of
 from nbdist.supervisor.watchdog import Hung, Watchdog, observe
@@ -68,16 +69,22 @@ class Loop:
         self._journal = Journal(rundir.file("journal"), self._config.replay_limit_s)
         self._ledger = Ledger(rundir.file("ledger"))
         self._steps = StepLedger(rundir)
-        self._desk = Desk(
-            self._machine, self._journal, send=self._door.send, signal_engine=self._signal
-        )
         self._watchdog = Watchdog(self._config.hang_timeout_s)
         self._collector = Collector(Series(self._config.telemetry_max_mb))
+        sources = Sources(rundir.cluster_id, self._machine, self._collector, Changes())
+        self._feeds = Feeds(sources, self._door.send)
+        self._desk = Desk(
+            self._machine,
+            self._journal,
+            self._feeds,
+            send=self._door.send,
+            signal_engine=self._signal,
+        )
         self._scribe = Scribe(self._config.record, rundir.cluster_id, self._collector)
         self._zygote = Zygote(rundir)
+        self._starter = Starter(rundir, self._config, self._machine, self._zygote)
         self._hub: HubLink | None = None
         self._agents: dict[Slot, bytes] = {}
-        self._to_start: list[Slot] = []
         self._form_later: do.Form | None = None
         self._is_ending = False
         self._controller_end = ""
@@ -131,6 +138,7 @@ class Loop:
         self._carry_out()
         if self._shown is not None:
             self._scribe.look(self._machine.runs, self._shown, now)
+            self._feeds.look(self._shown, now)
         self._desk.settle()
 
     # ---- what comes in
@@ -205,9 +213,7 @@ class Loop:
                 case forks.Ready():
                     self._machine.notes = self._zygote.notes
                     self._machine.adopt({c.pid: c.slot for c in message.children})
-                    # Orders to fork may be lost with a zygote; who sits is not forked again.
-                    starting = self._machine.roster.in_state(SeatState.STARTING)
-                    self._to_start = [seat.slot for seat in starting if seat.pid is None]
+                    self._starter.begin_again()
                 case forks.Forked(slot=slot, pid=pid):
                     self._machine.forked(ev.EngineForked(slot=slot, pid=pid))
                 case forks.Exited():
@@ -258,7 +264,7 @@ class Loop:
             self._zygote.connect()
             self._machine.cannot_form(now)
         elif self._hub is not None:
-            self._start_waiting(now)
+            self._starter.start(now)
             self._form_now()
         for found in self._watchdog.look(list(self._machine.seats.values()), now):
             if isinstance(found, Hung):
@@ -279,25 +285,6 @@ class Loop:
         if self._controller_end:
             self._machine.fail(f"the ipyparallel controller {self._controller_end}", now)
 
-    def _start_waiting(self, now: float) -> None:
-        waiting, self._to_start = dict.fromkeys(self._to_start), []
-        for slot in waiting:
-            seat = self._machine.seats.get(slot)
-            if seat is None or seat.state is not SeatState.STARTING or seat.pid is not None:
-                continue
-            try:
-                device = offered_slots(self._machine.size, self._config.devices)[slot]
-            except (ValueError, IndexError) as error:
-                event = ev.EngineStartFailed(slot=slot, reason=f"no device for it: {error}")
-                self._machine.start_failed(event, now)
-                continue
-            threads = self._config.threads_per_engine
-            threads = threads or max(1, num_cores() // self._machine.size)
-            env = engine_environment(device, threads)
-            env[RUNDIR_VARIABLE] = str(self._rundir.path)
-            if (forked := self._zygote.start_engine(slot, env, threads)) is not None:
-                self._machine.forked(ev.EngineForked(slot=forked.slot, pid=forked.pid))
-
     # ---- what is to be done
 
     def _carry_out(self) -> None:
@@ -310,7 +297,7 @@ class Loop:
     def _do(self, instruction: do.Instruction) -> None:
         match instruction:
             case do.StartEngine(slot):
-                self._to_start.append(slot)
+                self._starter.want(slot)
             case do.KillEngine(slot, pid, why):
                 log.warning("slot %s (pid %s) is killed: %s", slot, pid, why)
                 self._signal(pid, signal.SIGKILL)

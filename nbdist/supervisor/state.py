@@ -44,6 +44,11 @@ class Machine(Deadlines):
             self.roster.resize(size, now)
             self._go_on(now)
 
+    def slow(self, slots: Iterable[Slot], factor: float) -> None:
+        """Make engines so many times as slow."""
+        for slot in slots:
+            self._tell(slot, od.SlowDown(factor=factor))
+
     def forked(self, event: ev.EngineForked) -> None:
         """The zygote made a process."""
         self.roster.forked(event)

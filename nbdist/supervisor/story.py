@@ -27,6 +27,8 @@ class Story:
 
     def __init__(self) -> None:
         self.incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
+        self.num_begun = 0
+        """Incidents that there ever were, forgotten ones included."""
         self._open: list[tuple[Incident, float, Mapping[Slot, int | None]]] = []
         """Incident, when it began, the ranks that its slots had then."""
         self._standing: list[tuple[Incident, RunId]] = []
@@ -46,15 +48,18 @@ class Story:
             slots=tuple(ranks),
             ranks=tuple(rank for rank in ranks.values() if rank is not None),
             cause=cause,
+            began_at=now,
             generation_before=generation,
         )
         self.incidents.append(incident)
+        self.num_begun += 1
         self._open.append((incident, now, ranks))
         return incident
 
     def take_up(self, incidents: Iterable[Incident], now: float) -> None:
         """What another supervisor wrote down; what was open then is timed from now on."""
         self.incidents.extend(incidents)
+        self.num_begun = len(self.incidents)
         open_then = [i for i in self.incidents if i.generation_after is None]
         self._open = [(i, now, dict(zip(i.slots, i.ranks, strict=False))) for i in open_then]
 

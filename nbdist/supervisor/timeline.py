@@ -60,6 +60,8 @@ class Timelines:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._last: deque[StepTimeline] = deque()
+        self._by_key: dict[Key, StepTimeline] = {}
+        """Those among the last."""
         self._worst: list[tuple[int, StepTimeline]] = []
         """By falling tail."""
         self.num_left_out = 0
@@ -78,17 +80,19 @@ class Timelines:
     def add(self, records: NDArray[np.void]) -> None:
         """Take records in, in the order in which they were written."""
         records = records[np.isin(records["kind"], _KINDS)]
-        keys, first, owner = np.unique(
-            records[list(Key._fields)], return_index=True, return_inverse=True
-        )
-        for place in np.argsort(first):  # two threads may be in two steps for a moment
-            key = Key(*map(int, keys[place]))
-            self._add(key, records[owner == place])
+        if not len(records):
+            return
+        is_other = np.zeros(len(records) - 1, dtype=np.bool_)
+        for name in Key._fields:
+            is_other |= np.diff(records[name]) != 0
+        # Two threads may be in two steps for a moment: a step may come in several pieces.
+        for piece in np.split(records, np.flatnonzero(is_other) + 1):
+            self._add(Key(*(int(piece[name][0]) for name in Key._fields)), piece)
 
     def _add(self, key: Key, records: NDArray[np.void]) -> None:
-        step = next((s for s in reversed(self._last) if s.key == key), None)
+        step = self._by_key.get(key)
         if step is None:
-            step = StepTimeline(key)
+            step = self._by_key[key] = StepTimeline(key)
             self._last.append(step)
             if len(self._last) > NUM_LAST:
                 self._retire()
@@ -102,16 +106,21 @@ class Timelines:
         """Room for the newest step, at the cost of older ones if need be."""
         while not self._budget.take(num_bytes):
             if self._last[0] is not newest:
-                self._budget.give_back(self._last.popleft().num_bytes)
+                self._budget.give_back(self._pop_oldest().num_bytes)
             elif self._worst:
                 self._budget.give_back(self._worst.pop()[1].num_bytes)
             else:
                 return False
         return True
 
+    def _pop_oldest(self) -> StepTimeline:
+        step = self._last.popleft()
+        del self._by_key[step.key]
+        return step
+
     def _retire(self) -> None:
         """The oldest step goes, unless it is one of the worst."""
-        step = self._last.popleft()
+        step = self._pop_oldest()
         if tail_ns := step.tail_ns():
             place = sum(tail_ns <= other for other, _ in self._worst)
             self._worst.insert(place, (tail_ns, step))

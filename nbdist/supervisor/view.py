@@ -53,6 +53,7 @@ def _seat(machine: Machine, seat: Seat, with_beats: bool) -> SeatView:
         activity=activity,
         is_holder=seat.is_holder,
         not_restored=dict(seat.not_restored),
+        slow_factor=seat.beat.slow_factor if seat.beat is not None else 1.0,
     )
 
 

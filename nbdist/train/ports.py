@@ -42,6 +42,10 @@ class RunPort(Protocol):
     def world_size(self) -> int:
         """Of the present group."""
 
+    @property
+    def slow_factor(self) -> float:
+        """Each step's own compute is to take so many times as long, by sleeping; 1: as it is."""
+
     def poll(self) -> None:
         """Carry out orders that have come; never waits."""
 
@@ -106,7 +110,7 @@ class SoloPort:
         self.is_over = self.wants_hold = False
         self.fault: Exception | None = None
         self.settings: list[dict[str, float]] = []
-        self.generation = 0
+        self.generation, self.slow_factor = 0, 1.0
         has_group = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if has_group else 0
         self.world_size = dist.get_world_size() if has_group else 1

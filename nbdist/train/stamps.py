@@ -16,7 +16,7 @@ class Stamps:
 
     def __init__(self) -> None:
         self._began_ns = self._last_ns = self._ready_ns = perf_counter_ns()
-        self._compute_ns = 0
+        self._compute_ns = self._slept_ns = 0
         self._num_batches = 0
 
     def next_part(self) -> None:
@@ -26,6 +26,15 @@ class Stamps:
     def data(self) -> None:
         """The next batch is there."""
         self._end(Kind.DATA, self._num_batches)
+
+    def slept(self, seconds: float) -> None:
+        """So long a part of the forward was no work, since the user has made this rank slow."""
+        self._slept_ns += int(seconds * 1e9)
+
+    @property
+    def own_compute_s(self) -> float:
+        """Forward and backward so far, without sleep."""
+        return (self._compute_ns - self._slept_ns) * 1e-9
 
     def forward(self) -> None:
         """The loss of the present batch is there."""

@@ -77,6 +77,8 @@ class State:
         self._walk = _Walk()
         self.is_warm = False
         """A step has been committed in this process."""
+        self.compute_s = 0.0
+        """This rank's own forward and backward in the last committed step, without sleep."""
         self.committed_at: float | None = None
         """When the last one was, by the monotonic clock."""
         self.logged: dict[str, deque[tuple[int, float]]] = {}

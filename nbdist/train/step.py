@@ -149,6 +149,8 @@ class Step:
         value = weighed.value if weighed.value.dtype in _FULL else weighed.value.float()
         is_last = self._num_begun == self._num_parts
         vote = self._vote() if is_last and self._votes_early else None
+        if is_last and self._port.slow_factor > 1:
+            self._lag()
         self._stamps.forward()
         with self._state.objective.autocast(self._state.device, is_suspended=True):
             ready_ns, self._result = self._state.exchange.backward(
@@ -253,6 +255,12 @@ class Step:
         self.is_held = result[HOLD] > 0
         self._count_in(loss, rate)
 
+    def _lag(self) -> None:
+        """Be slow, as the user wants it: the common sums begin with the last backward pass."""
+        began_at = time.monotonic()
+        time.sleep((self._port.slow_factor - 1) * self._state.compute_s)
+        self._stamps.slept(time.monotonic() - began_at)
+
     def _look_ahead(self) -> None:
         """The next step's first batch, while this one's gradients are on their way."""
         state = self._state
@@ -303,6 +311,7 @@ class Step:
         state, port, now = self._state, self._port, time.monotonic()
         before = self._began_at if state.committed_at is None else state.committed_at
         state.committed_at, state.is_warm = now, True
+        state.compute_s = self._stamps.own_compute_s
         state.step, state.attempt = self.number + 1, 0
         place = state.exchange.place
         mine = self._loss / self._count if self._count else math.nan

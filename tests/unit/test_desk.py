@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import msgspec
 import numpy as np
 import pytest
 
 from nbdist.config import ClusterConfig
+from nbdist.protocol import events as ev
+from nbdist.protocol import feed as fd
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import ROWS
 from nbdist.supervisor.desk import NUM_AGAIN, Desk
+from nbdist.supervisor.instructions import Tell
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.progress import Progress
 from nbdist.supervisor.run import Run
@@ -32,6 +38,7 @@ class Counter:
         self.desk = Desk(
             self.machine,
             NoJournal(),
+            None,
             send=lambda _, message: self.answers.append(message.body),
             signal_engine=lambda *_: None,
         )
@@ -65,6 +72,39 @@ def test_a_run_that_is_wanted_is_answered_when_it_has_begun():
     run = counter.machine.runs.present.spec.run
     counter.desk.begun(run, rn.RunBegun(run=run, step=0))
     assert counter.answers == [rn.RunBegun(run=run, step=0)]
+
+
+def test_slow_is_answered_when_the_engines_say_so():
+    """By their beats; an engine that is gone is slow no more."""
+    counter = Counter()
+    counter.machine.start(1.0)
+    order = od.SlowEngines(slots=(0, 1), factor=3.0)
+    first, second = (counter.machine.seats[slot] for slot in (0, 1))
+    beat = ev.Beat(slot=0, pid=1, number=1, generation=1, cell=None, waiting=None, rss_bytes=0)
+    first.beat = second.beat = beat
+    assert counter.ask(order) is None
+    told = [i for i in counter.machine.take() if isinstance(i, Tell)]
+    assert told == [Tell(slot, od.SlowDown(factor=3.0)) for slot in (0, 1)]
+    first.beat = msgspec.structs.replace(beat, slow_factor=3.0)
+    assert counter.settle() is None
+    second.clear()
+    assert counter.settle() == od.Done()
+
+
+def test_a_view_that_is_refused_is_told_so_in_any_case():
+    """By the answer, or where none is wanted by a notice: after a gap, or to another supervisor."""
+    counter = Counter()
+    sent = []
+    counter.desk._send = lambda _, message: sent.append(message)
+    refusal = od.Refused(kind="WrongState", message="not known here")
+    counter.desk._feeds = SimpleNamespace(take=lambda *_: refusal)
+    order = fd.Subscribe(name="v", views=("loss",), run="r")
+    counter.desk.take(b"kernel", od.Request(number=4, order=order), 1.0)
+    counter.desk.take(b"kernel", od.Request(number=0, order=order), 1.0)
+    attach = od.Attach(pid=1, subscriptions=(order,))
+    counter.desk.take(b"kernel", od.Request(number=0, order=attach), 1.0)
+    ended = fd.SubscriptionEnded(name="v", reason="not known here")
+    assert sent == [od.Answer(number=4, body=refusal), ended, ended]
 
 
 def test_a_run_that_cannot_be_is_refused_at_once():

@@ -298,6 +298,7 @@ def seat(rank, slot, **changed):
     values = {
         "state": "member", "generation": 2, "device": "cpu", "pid": 100 + slot, "host": "here",
         "memory_bytes": 3 << 20, "step": None, "samples_per_second": None, "activity": "idle",
+        "slow_factor": 1.0,
         "not_restored": {},
     }  # fmt: skip
     return SimpleNamespace(rank=rank, slot=slot, **{**values, **changed})

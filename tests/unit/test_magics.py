@@ -27,7 +27,7 @@ from nbdist.session.run import Detached, Run
 
 LINE_MAGICS = {
     "dist_init", "dist_kill", "dist_pause", "dist_pull", "dist_push", "dist_reset", "dist_resume",
-    "dist_scale", "dist_set", "dist_shutdown", "dist_status", "dist_step", "dist_stop",
+    "dist_scale", "dist_set", "dist_shutdown", "dist_slow", "dist_status", "dist_step", "dist_stop",
     "dist_train", "sync",
 }  # fmt: skip
 START_DEFAULTS = {
@@ -98,6 +98,9 @@ class FakeCluster:
     def kill(self, ranks, *, signal="KILL"):
         self.calls.append(("kill", ranks, signal))
 
+    def slow(self, ranks, factor):
+        self.calls.append(("slow", ranks, factor))
+
     def scale(self, size):
         self.calls.append(("scale", size))
         self.world_size, self.generation = size, self.generation + 1
@@ -115,6 +118,7 @@ class FakeCluster:
         one = {
             "state": "member", "generation": 1, "device": "cpu", "pid": 5, "host": "here",
             "memory_bytes": 0, "step": None, "samples_per_second": None, "activity": "",
+            "slow_factor": 1.0,
             "not_restored": {"opt": "why"},
         }  # fmt: skip
         return [SimpleNamespace(rank=n, slot=n, **one) for n in range(self.world_size)]
@@ -302,9 +306,9 @@ def test_reset_is_fine_without_a_cluster_or_with_a_broken_one(shell, session, ca
 
 @pytest.mark.parametrize(
     "cell",
-    ["%sync", "%dist_status", "%dist_shutdown", "%dist_kill 0", "%dist_scale 2", "%dist_pull q",
-     "%dist_push one", "%%distributed\n1", "%%rank[0]\n1", "%dist_train t", "%dist_step",
-     "%dist_pause", "%dist_resume", "%dist_stop", "%dist_set lr=1"],
+    ["%sync", "%dist_status", "%dist_shutdown", "%dist_kill 0", "%dist_slow 0 2", "%dist_scale 2",
+     "%dist_pull q", "%dist_push one", "%%distributed\n1", "%%rank[0]\n1", "%dist_train t",
+     "%dist_step", "%dist_pause", "%dist_resume", "%dist_stop", "%dist_set lr=1"],
 )  # fmt: skip
 def test_without_a_cluster_the_error_names_the_magic_that_starts_one(shell, cell):
     """Everything but %dist_init and %dist_reset needs a cluster."""
@@ -451,6 +455,21 @@ def test_kill_takes_any_selection_and_a_signal(shell, cluster, capsys, line, ran
     run(shell, line)
     assert cluster.calls == [("kill", ranks, signal)]
     assert capsys.readouterr().out.startswith(f"Sent {signal} to rank")
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "factor", "said"),
+    [
+        ("%dist_slow 2 5", (2,), 5.0, "Now 5 times as slow: rank 2."),
+        ("%dist_slow 0,3 1.5", (0, 3), 1.5, "Now 1.5 times as slow: ranks 0,3."),
+        ("%dist_slow all 1", (0, 1, 2, 3), 1.0, "Now as quick as before: ranks 0-3."),
+    ],
+)
+def test_slow_takes_any_selection_and_a_factor(shell, cluster, capsys, line, ranks, factor, said):
+    """A factor of 1 ends it."""
+    run(shell, line)
+    assert cluster.calls == [("slow", ranks, factor)]
+    assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_scale_shows_the_new_world_and_what_is_new_to_warn_of(shell, cluster, capsys):
@@ -643,6 +662,10 @@ def test_every_magic_of_the_readme_can_be_pasted(shell, session, cluster, cell):
         ("%dist_kill", UsageError, "required: RANK"),
         ("%dist_kill 4", errors.TargetError, "no rank 4"),
         ("%dist_kill 0 --signal HUP", UsageError, "invalid choice: 'HUP'"),
+        ("%dist_slow 1", UsageError, "required: FACTOR"),
+        ("%dist_slow 1 0.5", UsageError, "0.5 is not a number of at least 1"),
+        ("%dist_slow 1 inf", UsageError, "inf is not a number of at least 1"),
+        ("%dist_slow 7 2", errors.TargetError, "no rank 7"),
         ("%dist_push", UsageError, "required: NAME"),
         ("%dist_push nowhere", UsageError, "no variable 'nowhere'"),
         ("%dist_push ranks", UsageError, "'ranks' cannot be pushed"),

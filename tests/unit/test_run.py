@@ -10,10 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_frames import HEADER
+from msgspec.structs import replace
 
 from nbdist.errors import CellFailed, NbdistError, RecoveryFailed, WrongState
+from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
 from nbdist.protocol.events import Incident
+from nbdist.protocol.frames import pack
 from nbdist.protocol.story import ROWS, Evaluation
 from nbdist.protocol.topology import EMPTY
 from nbdist.session import run as module
@@ -62,7 +66,7 @@ class Supervisor:
     def __init__(self):
         self.rows, self.state, self.fault = rows(0, 0), "running", None
         self.evaluations, self.num_again = (), 1
-        self.heard, self.error = [], None
+        self.heard, self.error, self.snapshot = [], None, pack(HEADER, {})
 
     def ask(self, order, timeout):
         assert timeout is None or timeout > 0
@@ -71,6 +75,8 @@ class Supervisor:
             raise self.error
         if isinstance(order, rn.BeginRun):
             return rn.RunBegun(run="r1", step=7)
+        if isinstance(order, fd.QuerySnapshot):
+            return fd.Frame(name="", seq=1, is_snapshot=True, data=self.snapshot)
         if isinstance(order, rn.QueryRun):
             first = max(0, order.num_known - self.num_again)
             return report(first, self.rows[first:], self.state, self.evaluations, self.fault)
@@ -503,6 +509,61 @@ def test_a_story_holds_all_that_a_report_needs(run, supervisor):
         "3 steps were dropped before they were read",
         "the run was running when this was written",
     ]
+
+
+def attempts(**columns):
+    """Three attempts of slot 0, two of slot 2."""
+    table = {"slot": np.array([0, 2, 0, 2, 0]), "ended_at": 10.0 + np.arange(5)}
+    others = "step ready_at generation attempt samples step_s compute_s exposed_s wait_s data_s"
+    table |= {name: np.full(5, np.nan) for name in [*others.split(), "optimizer_s"]}
+    return table | columns
+
+
+def memory():
+    """Two slots, one of which has a GPU."""
+    nan = float("nan")
+    return {
+        "at": np.array([1.0, 2.0, 2.0]),
+        "slot": np.array([0, 2, 2]),
+        "rss_bytes": np.array([5e8, 6e8, nan]),
+        "device_bytes": np.array([nan, nan, 7e9]),
+    }
+
+
+def test_a_story_has_what_each_slot_did(run, supervisor):
+    """Named and measured as a record has it; what is not known is no point of a curve."""
+    compute = np.array([0.1, 0.2, np.nan, 0.4, 0.5])
+    tables = {"steps": attempts(compute_s=compute), "memory": memory()}
+    supervisor.snapshot = pack(replace(HEADER, thinned=("steps",)), tables)
+    supervisor.rows, supervisor.state = rows(0, 3), "finished"
+    run.hear(view("finished"), [])
+    story = run.story()
+    assert story.notes == ["of each rank's steps the extremes are shown"]
+    at, values = story.series[0]["compute_s"]
+    assert at.tolist() == [10, 14]
+    np.testing.assert_allclose(values, [0.1, 0.5], rtol=1e-6)
+    assert set(story.series[0]) == {"compute_s", "memory_rss_bytes"}
+    assert story.series[2]["memory_device_bytes"][1].tolist() == [7e9]
+
+
+def test_what_each_slot_did_is_kept(run, supervisor):
+    """Of a run that is over it is fetched once, and is there when the cluster is gone."""
+    supervisor.snapshot = pack(HEADER, {"memory": memory()})
+    run.hear(view("finished"), [])
+    run.refresh_curves()
+    supervisor.error = WrongState("the cluster is shut down")
+    assert sorted(run.story().series) == [0, 2]
+    assert len(supervisor.of(fd.QuerySnapshot)) == 1
+
+
+def test_a_run_of_which_nothing_is_kept_says_so(run, supervisor):
+    """The supervisor keeps the last ones only."""
+    supervisor.rows, supervisor.state = rows(0, 3), "finished"
+    run.hear(view("finished"), [])
+    run.refresh()
+    supervisor.error = WrongState("nothing is kept of this run")
+    run.refresh_curves()
+    assert run.story().notes == ["what each rank did is not known: nothing is kept of this run"]
 
 
 # ---- the runs of a cluster

@@ -56,6 +56,19 @@ def test_compute_is_forward_and_backward():
         assert of(mine, Kind.COMPUTE)["t1_ns"][0] == of(mine, Kind.BACKWARD)["t1_ns"][-1]
 
 
+def test_a_rank_that_was_made_slow_sleeps_in_its_compute(monkeypatch):
+    """So many times the compute of the step before; of what it has slept nothing grows."""
+    naps = []
+    monkeypatch.setattr("nbdist.train.step.time.sleep", naps.append)
+    trainer, port = make(accumulate=2), FakePort(4)
+    port.slow_factor = 3.0
+    records = trained(trainer, port)
+    lasted = of(records, Kind.COMPUTE)
+    own = (lasted["t1_ns"] - lasted["t0_ns"]) * 1e-9
+    assert naps[0] == 0.0
+    np.testing.assert_allclose(naps[1:], 2 * own[:-1], rtol=0.1)
+
+
 def test_the_loss_told_is_that_of_the_share():
     """With one rank it is the one in the history."""
     port = FakePort(3)

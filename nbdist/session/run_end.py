@@ -1,4 +1,4 @@
-"""What a run that failed raises where somebody waits for it. Pure."""
+"""How a wait for a run ends other than well. No threads, no sockets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING
 from nbdist.errors import CellFailed, NbdistError, RankError, named_error
 
 if TYPE_CHECKING:
-    from nbdist.protocol import runs as rn
+    from nbdist.protocol.runs import RunFault
 
 
-def failure_of(fault: rn.RunFault | None) -> NbdistError:
-    """The error for a run's fault; None: the supervisor named none."""
+class Detached(KeyboardInterrupt):
+    """An interrupt ended a wait for a run. The run goes on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this line alone."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+def failure_of(fault: RunFault | None) -> NbdistError:
+    """The error of a run that failed."""
     if fault is None:
         return CellFailed("the run failed; the supervisor's log says more")
     if fault.rank is None and not fault.traceback:

@@ -1,0 +1,370 @@
+"""What a subscriber to live views is sent: a header in JSON, and columns of numbers as raw bytes.
+
+Packed by the supervisor, at most four times a second and only while somebody subscribes; passed on
+by the kernel unopened; read by the page. Pure.
+
+A frame is one buffer::
+
+    4 bytes    length of the header, a little-endian unsigned integer
+    header     JSON in UTF-8, filled up with spaces, so that what follows begins at a multiple of 8
+    columns    numbers, little-endian; each column begins at a multiple of 8
+
+`Header.columns` says where each column lies. The first frame to a subscriber is a *snapshot*, each
+later one a *delta*: it holds the rows that are new since the frame before it. `Header.seq` counts
+them; a gap means that one was lost, and whoever notices subscribes again, which gives a snapshot. A
+snapshot stands for itself: it takes the place of all that was there. World, run and counters are
+whole in every frame. Where JSON says null for a number it is not known or not finite; in columns
+that is NaN.
+
+Times that end in `_at` are seconds of the supervisor's monotonic clock, as `clock_s` is: the age of
+something is `clock_s - its_at`. Durations end in `_s`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+
+from nbdist.protocol.events import Incident
+from nbdist.protocol.ids import Generation, RunId, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+SCHEMA = 1
+"""Raised with every change that an older reader would misread."""
+
+PERIOD_S = 0.25
+"""A subscriber is sent a frame that often at most."""
+WINDOW = 2
+"""Frames that may be on their way, unless a subscriber wants another number: then nothing is sent
+until one is acknowledged, and the next frame holds all that is new by then."""
+MAX_WINDOW = 8
+TYPICAL_BYTES = 65_536
+MAX_BYTES = 262_144
+"""No frame is larger; long series are thinned out to their least and greatest values."""
+
+View = Literal["overview", "ranks", "loss", "throughput", "sync", "membership"]
+"""What may be subscribed to. World, run, incidents, evaluations and counters come with all."""
+
+TABLES: dict[str, dict[str, str]] = {
+    "rows": {
+        "step": "f8",
+        "at": "f8",
+        "loss": "f8",
+        "lr": "f8",
+        "seconds": "f4",
+        "samples": "f4",
+        "generation": "f4",
+        "world_size": "f4",
+    },
+    "steps": {
+        "step": "f8",
+        "ended_at": "f8",
+        "ready_at": "f8",
+        "slot": "f4",
+        "generation": "f4",
+        "attempt": "f4",
+        "samples": "f4",
+        "step_s": "f4",
+        "compute_s": "f4",
+        "exposed_s": "f4",
+        "wait_s": "f4",
+        "data_s": "f4",
+        "optimizer_s": "f4",
+    },
+    "buckets": {
+        "step": "f8",
+        "ready_at": "f8",
+        "launch_at": "f8",
+        "done_at": "f8",
+        "size_bytes": "f8",
+        "slot": "f4",
+        "generation": "f4",
+        "attempt": "f4",
+        "bucket": "f4",
+    },
+    "spans": {
+        "step": "f8",
+        "began_at": "f8",
+        "ended_at": "f8",
+        "slot": "f4",
+        "generation": "f4",
+        "attempt": "f4",
+        "kind": "f4",
+        "ident": "f4",
+    },
+    "memory": {"at": "f8", "rss_bytes": "f8", "device_bytes": "f8", "slot": "f4"},
+    "seats": {"at": "f8", "slot": "f4", "rank": "f4", "state": "f4", "generation": "f4"},
+    "phases": {"at": "f8", "phase": "f4", "generation": "f4", "world_size": "f4"},
+}
+"""Table -> its columns -> their type. A column's name in a frame is `table.column`.
+
+rows: one committed step of the run. step: from 0. loss: mean over the global batch. lr: rate used.
+seconds: since the committed step before, stalls included. samples: over all ranks. A later row on
+the same step stands over the earlier one: it was committed again, since its holders were lost.
+
+steps: one attempt at a step on one slot. ended_at: its end. ready_at: when its last gradient was
+there, that is, when it came to the common sum. samples: this rank's. step_s: all of it. compute_s:
+its own forward and backward. exposed_s: communication and waiting that nothing hid, from `ready_at`
+to the end of the sums. wait_s: how long after it the last slot came to the sum; whoever comes last
+has 0, and NaN stands where a slot told of the attempt too late to say. data_s: waiting for batches.
+optimizer_s: the update. A slot of which nothing came has no row; a part of which nothing came is
+NaN. Of the last 2,000 attempts of each slot.
+
+buckets: one bucket of gradients in one attempt on one slot. ready_at: all its gradients are there;
+launch_at: its sum has begun; done_at: it has ended. size_bytes: of the bucket.
+
+spans: what the slot's main thread did when. kind: a number of `telemetry.Kind`: 3 forward,
+4 backward, 5 vote, 6 optimizer, 7 evaluate, 8 data, 9 checkpoint. ident: the micro-batch.
+
+memory: what a slot's engine held at `at`, about once a second. rss_bytes: resident. device_bytes:
+by torch on its GPU. Either is NaN where the row tells the other.
+
+seats: from `at` on, a slot has this state, a place in `STATES`, and this rank (-1: none).
+
+phases: from `at` on, the world has this phase, a place in `PHASES`, and so many members.
+
+buckets and spans hold the last steps only, each whole over all slots, and no more of them than have
+room: they are a sample. rows and steps are thinned out where they are many; `thinned` names them.
+"""
+
+TABLES_OF: dict[View, tuple[str, ...]] = {
+    "overview": ("rows", "steps", "memory", "seats", "phases"),
+    "ranks": ("steps", "memory"),
+    "loss": ("rows", "phases"),
+    "throughput": ("rows", "steps", "phases"),
+    "sync": ("steps", "buckets", "spans"),
+    "membership": ("seats", "phases"),
+}
+"""View -> the tables that it is sent."""
+
+STATES = ("empty", "starting", "replaying", "ready", "member", "leaving", "given up")
+PHASES = ("starting", "forming", "restoring", "running", "breaking", "failed", "ended")
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what a header is made of."""
+
+
+class Seat(Part, frozen=True, kw_only=True):
+    """One seat now."""
+
+    slot: Slot
+    rank: int | None
+    """None while it is in no group."""
+    state: str
+    """One of `STATES`."""
+    pid: int | None
+    host: str
+    device: str
+    generation: Generation
+    """Of the group that it is in; 0: none."""
+    memory_bytes: int
+    """Resident memory of the engine; 0: not known."""
+    activity: str
+    """What its main thread does, in words; empty: nothing to say."""
+    slow_factor: float
+    """It was made so many times as slow by the user; 1: it was not."""
+    num_not_restored: int
+    """Names that could not be brought back after a refill."""
+
+
+class World(Part, frozen=True, kw_only=True):
+    """The world now."""
+
+    phase: str
+    """One of `PHASES`."""
+    generation: Generation
+    world_size: int
+    """Members of the group."""
+    size: int
+    """Seats that are wanted."""
+    healthy: bool
+    reason: str
+    """Why it is not running, in words; empty where it is."""
+    seats: tuple[Seat, ...]
+    """In slot order."""
+
+
+class Run(Part, frozen=True, kw_only=True):
+    """The run that the frame is about."""
+
+    run: RunId
+    name: str
+    """The engines' variable that holds the trainer; empty where a cell's own loop holds it."""
+    state: str
+    """binding, running, paused, recovering, finished, stopped, failed; the last three stay."""
+    first: int
+    """Steps that the trainer had committed before it."""
+    step: int
+    """Steps committed."""
+    target: int
+    """It ends when so many are."""
+    durable: int
+    """So many are acknowledged by every member."""
+    until: int | None
+    """It pauses when so many are committed."""
+    usual_s: float
+    """Median duration of its last steps; 0 before there are any."""
+    fault: str
+    """Why it failed, in words; empty where it has not."""
+
+
+class Numbered(Part, frozen=True, kw_only=True):
+    """An incident as it is known now; a later frame's with the same number stands over it."""
+
+    number: int
+    """Counts the incidents of the cluster, from 1."""
+    incident: Incident
+
+
+class Evaluated(Part, frozen=True, kw_only=True):
+    """What an evaluation at a step boundary gave."""
+
+    step: int
+    """Steps committed before it."""
+    at: float
+    """When it ended."""
+    metrics: dict[str, float | None]
+    """Name -> value over the whole evaluation set; None: no finite number."""
+
+
+class Counters(Part, frozen=True, kw_only=True):
+    """What is missing, since the cluster began unless said otherwise."""
+
+    records: int
+    """Telemetry records that came."""
+    missing: int
+    """Lost in an engine or on the way: gaps between numbers."""
+    dropped: int
+    """Lost in engines, by their own count; most are among the missing too."""
+    late: int
+    """Of a generation that was over when they came."""
+    malformed: int
+    """Batches that could not be read."""
+    no_room: int
+    """Values and records for which `telemetry_max_mb` has no room."""
+    rows_dropped: int
+    """Oldest committed steps of the run that are kept no more."""
+    incidents_left_out: int
+    """Oldest incidents that a snapshot has no room for."""
+    delayed: int
+    """Times at which this subscriber was due a frame and had not acknowledged those before."""
+
+
+class Column(Part, frozen=True, kw_only=True, array_like=True):
+    """Where a column lies; in JSON a list: `["rows.step", "f8", 0, 12]`."""
+
+    name: str
+    type: Literal["f4", "f8"]
+    """Little-endian float32 or float64."""
+    offset: int
+    """In bytes from the end of the header, a multiple of 8."""
+    num: int
+    """Values, the same in all columns of a table."""
+
+
+class Header(Part, frozen=True, kw_only=True):
+    """The header of a frame."""
+
+    schema: int = SCHEMA
+    seq: int
+    """Counts the frames to a subscriber, from 1."""
+    kind: Literal["snapshot", "delta"]
+    clock_s: float
+    """When it was packed."""
+    cluster: str
+    run: Run | None
+    """None before the first run. A frame about another run than the one before is a snapshot."""
+    is_live: bool
+    """More frames may follow; False: this is the last one, of a run that is over."""
+    world: World
+    incidents: tuple[Numbered, ...]
+    """Those that are new or have changed; in a snapshot all."""
+    evaluations: tuple[Evaluated, ...]
+    """New ones; in a snapshot all, or the last ones where there are very many."""
+    counters: Counters
+    thinned: tuple[str, ...] = ()
+    """Tables of this frame of which only some rows are sent: the extremes among neighbours."""
+    columns: tuple[Column, ...] = ()
+
+
+Table = dict[str, "NDArray[np.generic]"]
+"""Column -> its values, all equally many."""
+
+_LENGTH = struct.Struct("<I")
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame of this schema; says why."""
+
+
+def pack(header: Header, tables: Mapping[str, Table]) -> bytes:
+    """One buffer; `tables` as in `TABLES`, those without rows left out."""
+    columns, parts, offset = [], [], 0
+    for table, values in tables.items():
+        for column, kind in TABLES[table].items():
+            data = np.ascontiguousarray(values[column], dtype=f"<{kind}").tobytes()
+            if not data:
+                continue
+            num = len(data) // int(kind[1])
+            columns.append(
+                Column(name=f"{table}.{column}", type=_type(kind), offset=offset, num=num)
+            )
+            padding = -len(data) % 8
+            parts += [data, bytes(padding)]
+            offset += len(data) + padding
+    text = msgspec.json.encode(msgspec.structs.replace(header, columns=tuple(columns)))
+    text += b" " * (-(_LENGTH.size + len(text)) % 8)
+    return b"".join([_LENGTH.pack(len(text)), text, *parts])
+
+
+def unpack(data: bytes | memoryview) -> tuple[Header, dict[str, Table]]:
+    """Header and tables of a frame; the arrays are views of `data`.
+
+    Raises:
+        FrameError: it is no frame of this schema.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        start = _LENGTH.size + length
+        header = msgspec.json.decode(bytes(data[_LENGTH.size : start]), type=Header)
+        if header.schema != SCHEMA:
+            raise FrameError(f"schema {header.schema}, expected {SCHEMA}")
+        tables: dict[str, Table] = {}
+        for column in header.columns:
+            table, _, name = column.name.partition(".")
+            at = start + column.offset
+            values = np.frombuffer(data, f"<{column.type}", column.num, at)
+            tables.setdefault(table, {})[name] = values
+    except (struct.error, msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+        raise FrameError(f"no frame: {error}") from error
+    return header, tables
+
+
+def extremes(values: NDArray[np.floating], num_bins: int) -> NDArray[np.intp]:
+    """Places of the least and the greatest of each of `num_bins` equal parts, in order.
+
+    The first and the last place are always among them; values that are not finite come last.
+    """
+    num = len(values)
+    if num <= 2 * num_bins:
+        return np.arange(num)
+    edges = np.linspace(0, num, num_bins + 1).astype(np.intp)
+    known = np.isfinite(values)
+    low, high = np.where(known, values, np.inf), np.where(known, values, -np.inf)
+    chosen = [0, num - 1]
+    for start, end in itertools.pairwise(edges):
+        chosen += [start + int(low[start:end].argmin()), start + int(high[start:end].argmax())]
+    return np.unique(np.array(chosen, dtype=np.intp))
+
+
+def _type(kind: str) -> Literal["f4", "f8"]:
+    return "f8" if kind == "f8" else "f4"

@@ -1,0 +1,362 @@
+"""Packs frames for one reader: what is new of a run and its world since the frame before. Pure.
+
+It remembers how far its reader has come, and nothing else: a frame that is made later holds more,
+so that nothing waits in a queue. Series that are long are thinned out to fit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+
+from nbdist.protocol import frames as fr
+from nbdist.protocol.telemetry import Kind
+from nbdist.supervisor.attempts import Reader
+from nbdist.supervisor.details import DetailReader
+from nbdist.supervisor.phase import Phase
+from nbdist.supervisor.progress import is_known
+from nbdist.supervisor.view import view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbdist.protocol.events import Incident
+    from nbdist.protocol.ids import Slot
+    from nbdist.supervisor.changes import Changes
+    from nbdist.supervisor.collector import Collector
+    from nbdist.supervisor.run import Run
+    from nbdist.supervisor.state import Machine
+
+IDLE_PERIOD_S = 1.0
+"""Where nothing is new a frame that says so is sent that often."""
+MAX_INCIDENTS = 60
+"""In a frame: the last ones. Older ones do not change any more."""
+MAX_EVALUATIONS = 100
+MAX_TEXT = 300
+"""Characters of what is said in words."""
+MAX_NAME = 80
+"""Characters of what is only named."""
+MAX_METRICS = 16
+MAX_NAMES = 8
+"""That could not be restored, of an incident."""
+NUM_AT_LEAST = 5
+"""Incidents and evaluations that even the fullest frame has room for."""
+_MEMORY = {"rss_bytes": Kind.MEMORY_RSS, "device_bytes": Kind.MEMORY_DEVICE}
+
+
+@dataclass(frozen=True)
+class Room:
+    """Rows of a frame at most."""
+
+    rows: int
+    steps: int
+    """Over all slots."""
+    details: int
+    """Spans, and as many buckets."""
+    memory: int
+    changes: int
+
+
+SNAPSHOT = Room(rows=1_000, steps=1_200, details=400, memory=400, changes=500)
+DELTA = Room(rows=400, steps=500, details=250, memory=128, changes=250)
+_SHRINKS = (1.0, 0.5, 0.2)
+"""A frame that would be too large is made again with so much of the room."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What frames are made from; all of one cluster."""
+
+    cluster: str
+    machine: Machine
+    collector: Collector
+    changes: Changes
+
+
+class Packer:
+    """For one reader, from a snapshot on.
+
+    Args:
+        sources: the cluster's.
+        run: which run; None: there is none yet.
+        since: when it began, by the monotonic clock.
+        views: what is wanted.
+        width: of the widest chart, in pixels.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        run: Run | None,
+        *,
+        since: float,
+        views: Sequence[fr.View],
+        width: int,
+    ) -> None:
+        self._sources, self.run, self._width = sources, run, width
+        self._wanted = {table for view in views for table in fr.TABLES_OF[view]}
+        self.is_first = True
+        """Nothing was packed yet: the next frame is a snapshot."""
+        self._next_row = run.progress.first if run is not None else 0
+        self._num_replaced = run.progress.num_replaced if run is not None else 0
+        self._num_evaluations = self._num_seats = self._num_phases = 0
+        self._attempts, self._details = Reader(since), DetailReader(since)
+        self._since = since
+        self._memory_marks: dict[tuple[Slot, str], int] = {}
+        self._told: dict[int, Incident] = {}
+        self._last: fr.Header | None = None
+        self._last_at = 0.0
+
+    def pack(self, seq: int, now: float, *, is_live: bool = True, delayed: int = 0) -> bytes | None:
+        """The next frame; None where nothing is new and the last one is not old."""
+        room = SNAPSHOT if self.is_first else DELTA
+        tables = self._read(now, room, is_live=is_live)
+        header = self._header(seq, now, is_live=is_live, delayed=delayed)
+        has_rows = any(map(_num_rows, chain.from_iterable(tables.values())))
+        if not has_rows and self._is_old_news(header, now):
+            return None
+        self._last, self._last_at, self.is_first = header, now, False
+        data = b""
+        for share in _SHRINKS:
+            fitted, thinned = self._fit(tables, room, share)
+            header = _trimmed(header) if share == _SHRINKS[-1] else header
+            data = fr.pack(msgspec.structs.replace(header, thinned=thinned), fitted)
+            if len(data) <= fr.MAX_BYTES:
+                break
+        return data
+
+    def _is_old_news(self, header: fr.Header, now: float) -> bool:
+        last = self._last
+        if last is None or header.incidents or header.evaluations or not header.is_live:
+            return False
+        same = msgspec.structs.replace(
+            header,
+            seq=last.seq,
+            kind=last.kind,
+            clock_s=last.clock_s,
+            incidents=last.incidents,
+            evaluations=last.evaluations,
+        )
+        return same == last and now - self._last_at < IDLE_PERIOD_S
+
+    # ---- tables
+
+    def _read(self, now: float, room: Room, *, is_live: bool) -> dict[str, list[fr.Table]]:
+        """What is new: of each table parts, a part for each slot where it has slots."""
+        series, changes = self._sources.collector.series, self._sources.changes
+        settled = now if is_live else np.inf
+        tables: dict[str, list[fr.Table]] = {}
+        if self.run is not None and "rows" in self._wanted:
+            tables["rows"] = [self._rows(self.run)]
+        if self.run is not None and "steps" in self._wanted:
+            tables["steps"] = self._attempts.read(series, settled)
+        if self.run is not None and "spans" in self._wanted:
+            details = self._details.read(series, now if is_live else now + 1.0, room.details)
+            tables |= {name: [table] for name, table in details.items()}
+        if self.run is not None and "memory" in self._wanted:
+            tables["memory"] = self._memory()
+        if "seats" in self._wanted:
+            tables["seats"] = [changes.seats.since(self._num_seats, room.changes)]
+            self._num_seats = changes.seats.num
+        if "phases" in self._wanted:
+            tables["phases"] = [changes.phases.since(self._num_phases, room.changes)]
+            self._num_phases = changes.phases.num
+        return tables
+
+    def _rows(self, run: Run) -> fr.Table:
+        progress = run.progress
+        self._next_row -= progress.num_replaced - self._num_replaced
+        self._num_replaced = progress.num_replaced
+        rows = progress.rows[max(0, self._next_row - progress.first) :]
+        self._next_row = progress.step
+        rows = rows[is_known(rows)]
+        return {column: rows[column] for column in fr.TABLES["rows"]}
+
+    def _memory(self) -> list[fr.Table]:
+        series, tables = self._sources.collector.series, []
+        for slot in series.slots:
+            for column, kind in _MEMORY.items():
+                history = series.history(slot, kind)
+                if history is None:
+                    continue
+                points = history.since(self._memory_marks.get((slot, column), 0))
+                self._memory_marks[slot, column] = history.num_added
+                points = points[points["at"] >= self._since]
+                table: fr.Table = {name: np.full(len(points), np.nan) for name in _MEMORY}
+                table |= {"at": points["at"], "slot": np.full(len(points), slot)}
+                tables.append(table | {column: points["value"]})
+        return tables
+
+    def _fit(
+        self, tables: dict[str, list[fr.Table]], room: Room, share: float
+    ) -> tuple[dict[str, fr.Table], tuple[str, ...]]:
+        """One table of each name, thinned out to its room; which ones were."""
+        fitted, thinned = {}, []
+        most = {"rows": room.rows, "steps": room.steps, "memory": room.memory}
+        for name, parts in tables.items():
+            kept = [part for part in parts if _num_rows(part)]
+            num = sum(map(_num_rows, kept))
+            if name in ("spans", "buckets") and share < 1.0:
+                kept = []
+            elif name in most and kept:
+                rows_each = max(4, min(int(most[name] * share) // len(kept), 2 * self._width))
+                kept = [_thin(name, part, rows_each) for part in kept]
+            if sum(map(_num_rows, kept)) < num:
+                thinned.append(name)
+            if kept:
+                fitted[name] = {
+                    column: np.concatenate([part[column] for part in kept])
+                    for column in fr.TABLES[name]
+                }
+        return fitted, tuple(thinned)
+
+    # ---- the header
+
+    def _header(self, seq: int, now: float, *, is_live: bool, delayed: int) -> fr.Header:
+        kind: Literal["snapshot", "delta"] = "snapshot" if self.is_first else "delta"
+        return fr.Header(
+            seq=seq,
+            kind=kind,
+            clock_s=now,
+            cluster=self._sources.cluster,
+            run=self._run_part(),
+            is_live=is_live,
+            world=_world(self._sources.machine),
+            incidents=self._incidents(),
+            evaluations=self._evaluations(),
+            counters=self._counters(delayed),
+        )
+
+    def _run_part(self) -> fr.Run | None:
+        machine, run = self._sources.machine, self.run
+        if run is None:
+            return None
+        view = run.view(is_whole=machine.phase is Phase.RUNNING)
+        fault = f"{run.fault.kind}: {run.fault.message}" if run.fault is not None else ""
+        return fr.Run(
+            run=run.spec.run,
+            name=run.spec.name,
+            state=view.state,
+            first=run.progress.first - run.progress.num_dropped,
+            step=run.progress.step,
+            target=run.target,
+            durable=run.progress.durable(machine.membership.slots),
+            until=run.until,
+            usual_s=run.progress.usual_s(),
+            fault=fault[:MAX_TEXT],
+        )
+
+    def _incidents(self) -> tuple[fr.Numbered, ...]:
+        story = self._sources.machine.story
+        recent = list(story.incidents)[-MAX_INCIDENTS:]
+        first = story.num_begun - len(recent) + 1
+        news = []
+        for number, incident in enumerate(recent, first):
+            if self._told.get(number) != incident:
+                self._told[number] = msgspec.structs.replace(incident)
+                news.append(fr.Numbered(number=number, incident=_shortened(incident)))
+        self._told = {number: told for number, told in self._told.items() if number >= first}
+        return tuple(news)
+
+    def _evaluations(self) -> tuple[fr.Evaluated, ...]:
+        if self.run is None:
+            return ()
+        news = self.run.evaluations[self._num_evaluations :][-MAX_EVALUATIONS:]
+        self._num_evaluations = len(self.run.evaluations)
+        return tuple(fr.Evaluated(step=e.step, at=e.at, metrics=_metrics(e.metrics)) for e in news)
+
+    def _counters(self, delayed: int) -> fr.Counters:
+        collector, story = self._sources.collector, self._sources.machine.story
+        total = collector.total
+        return fr.Counters(
+            records=total.num_records,
+            missing=total.num_missing,
+            dropped=total.num_dropped,
+            late=total.num_late,
+            malformed=total.num_malformed,
+            no_room=collector.series.num_refused + collector.series.num_left_out,
+            rows_dropped=self.run.progress.num_dropped if self.run is not None else 0,
+            incidents_left_out=max(0, story.num_begun - MAX_INCIDENTS),
+            delayed=delayed,
+        )
+
+
+def _world(machine: Machine) -> fr.World:
+    view = view_of(machine, with_beats=True)
+    return fr.World(
+        phase=view.phase,
+        generation=view.membership.generation,
+        world_size=view.membership.world_size,
+        size=view.size,
+        healthy=view.healthy,
+        reason=view.reason[:MAX_TEXT],
+        seats=tuple(
+            fr.Seat(
+                slot=seat.slot,
+                rank=seat.rank,
+                state=seat.state,
+                pid=seat.pid,
+                host=seat.host,
+                device=seat.device,
+                generation=seat.generation,
+                memory_bytes=seat.rss_bytes,
+                activity=seat.activity[:MAX_TEXT],
+                slow_factor=seat.slow_factor,
+                num_not_restored=len(seat.not_restored),
+            )
+            for seat in view.seats
+        ),
+    )
+
+
+def _trimmed(header: fr.Header) -> fr.Header:
+    """With the last incidents and evaluations only."""
+    return msgspec.structs.replace(
+        header,
+        incidents=header.incidents[-NUM_AT_LEAST:],
+        evaluations=header.evaluations[-NUM_AT_LEAST:],
+    )
+
+
+def _metrics(metrics: dict[str, float]) -> dict[str, float | None]:
+    first = list(metrics.items())[:MAX_METRICS]
+    return {name[:MAX_NAME]: value if math.isfinite(value) else None for name, value in first}
+
+
+def _shortened(incident: Incident) -> Incident:
+    names = list(incident.not_restored.items())
+    kept = {name[:MAX_NAME]: why[:MAX_NAME] for name, why in names[:MAX_NAMES]}
+    if len(names) > MAX_NAMES:
+        kept["…"] = f"and {len(names) - MAX_NAMES} more"
+    return msgspec.structs.replace(
+        incident,
+        not_restored=kept,
+        cause=incident.cause[:MAX_TEXT],
+        reason=incident.reason[:MAX_TEXT],
+    )
+
+
+def _num_rows(table: fr.Table) -> int:
+    return len(next(iter(table.values())))
+
+
+_THINNED_BY = {"rows": ("loss", "seconds"), "steps": ("compute_s", "step_s")}
+"""Columns whose extremes are kept; of a table of two such parts each has half the room."""
+
+
+def _thin(name: str, table: fr.Table, max_rows: int) -> fr.Table:
+    """At most so many rows, or a few more: the ends and the extremes."""
+    if _num_rows(table) <= max_rows:
+        return table
+    by = _THINNED_BY.get(name, ())
+    values = [np.asarray(table[column], dtype=np.float64) for column in by]
+    if not values:
+        values = [np.fmax(table["rss_bytes"], table["device_bytes"])]  # one of them is NaN
+    num_bins = max(1, max_rows // (2 * len(values)))
+    places = np.unique(np.concatenate([fr.extremes(one, num_bins) for one in values]))
+    return {column: table[column][places] for column in table}

@@ -1,0 +1,210 @@
+"""Live views on real engines, with a client that acknowledges: what comes, and what it costs."""
+
+import os
+import signal
+import statistics
+import time
+
+import numpy as np
+import pytest
+import training
+
+import nbdist
+from nbdist.protocol.frames import PERIOD_S, WINDOW, unpack
+
+SLOW = 3
+NAMED_S = 4 * 5.0
+COST = 1.25
+"""Of a step's median with all views on, of one without, on a machine that others use too."""
+ALL = ("overview", "ranks", "loss", "throughput", "sync", "membership")
+SLEEPING = """
+class Sleeps(torch.utils.data.Dataset):
+    '''The model's work is a rest: on a busy machine too the ranks are equally quick.'''
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        return torch.ones(4), torch.ones(1)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return self.layer(x)
+
+import time
+from nbdist.train import DataParallel, Trainer
+trainer = Trainer(
+    model=Model, optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+    loss=torch.nn.functional.mse_loss, data=Sleeps(), global_batch=60, seed=0,
+    strategy=DataParallel(),
+)
+"""
+
+
+class Client:
+    """Subscribes, acknowledges, and puts the tables together as a page does."""
+
+    def __init__(self, engines, *, acknowledges=True, **wanted):
+        self.frames, self.acknowledges = [], acknowledges
+        self.ends = []
+        wanted.setdefault("views", ALL)
+        self.feed = engines.feeds.open(self.take, ended=self.ends.append, **wanted)
+
+    def take(self, feed, frame):
+        self.frames.append((time.monotonic(), frame))
+        if self.acknowledges:
+            feed.acknowledge(frame.seq)
+
+    @property
+    def headers(self):
+        return [unpack(frame.data)[0] for _, frame in self.frames]
+
+    def table(self, name):
+        """All rows since the last snapshot, column by column."""
+        parts = []
+        for _, frame in list(self.frames):
+            _, tables = unpack(frame.data)
+            parts = [] if frame.is_snapshot else parts
+            parts += [tables[name]] if name in tables else []
+        return {c: np.concatenate([part[c] for part in parts]) for c in parts[0]} if parts else {}
+
+
+def steps_of(client):
+    return client.table("rows").get("step", np.empty(0))
+
+
+def test_frames_of_a_run_with_a_kill(cluster, until):
+    """Every committed step comes once and in order, at most four frames a second, no gap; the loss
+    of a rank is there as an incident and in the lanes; the run's story has each slot's curves."""
+    engines = cluster(3)
+    engines.run(training.CELL)
+    client = Client(engines)
+    run = engines.train("trainer", steps=250)
+    until(lambda: len(steps_of(client)) > 40, 20, "forty steps are seen")
+    engines.kill(1)
+    engines.wait_healthy(30)
+    run.wait(60)
+    until(lambda: len(steps_of(client)) == 250, 10, lambda: steps_of(client))
+    until(lambda: client.table("steps")["step"].max() == 249, 10, "the last attempts are seen")
+    assert steps_of(client).tolist() == list(range(250))
+    times = [at for at, _ in client.frames]
+    assert min(np.diff(times)) > PERIOD_S / 2
+    assert len(times) < (times[-1] - times[0]) / PERIOD_S + 3
+    assert client.feed.num_gaps == 0
+    incidents = {n.number: n.incident for h in client.headers for n in h.incidents}
+    assert [i.kind for i in incidents.values()] == ["lost", "joined"]
+    assert incidents[1].slots == (1,)
+    lanes = client.table("seats")
+    assert {*lanes["state"][lanes["slot"] == 1].tolist()} >= {1.0, 4.0}
+    assert max(len(frame.data) for _, frame in client.frames) < 65_536
+    series = run.story().series
+    assert sorted(series) == [0, 1, 2]
+    assert all(len(series[slot]["compute_s"][0]) > 100 for slot in series)
+    assert all(len(series[slot]["memory_rss_bytes"][0]) > 1 for slot in series)
+    engines.feeds.close(client.feed)
+    assert client.ends == ["it was closed"]
+
+
+def test_a_run_that_is_over_can_be_seen(cluster, until):
+    """Who subscribes to it is sent one snapshot with all steps, and no more; after the cluster's
+    end the story of the run still has its curves."""
+    engines = cluster(2)
+    engines.run(training.CELL)
+    run = engines.train("trainer", steps=40).wait(60)
+    time.sleep(1)  # the next run begins when the last telemetry has come
+    engines.train("trainer", steps=10).wait(60)
+    client = Client(engines, run=run.id)
+    until(lambda: client.ends, 5, "the end is told")
+    assert client.ends == ["the run is over"]
+    (header,) = client.headers
+    assert not header.is_live
+    assert header.run.state == "finished"
+    assert steps_of(client).tolist() == list(range(40))
+    with pytest.raises(nbdist.WrongState, match="not known here"):
+        Client(engines, run="another")
+    engines.shutdown()
+    assert len(run.story().series[0]["compute_s"][0]) == 40
+
+
+def test_who_acknowledges_nothing_is_sent_no_more(cluster, until):
+    """Two frames, then silence; an acknowledgement lets the next one come, with all that is new."""
+    engines = cluster(2)
+    engines.run(training.CELL)
+    client = Client(engines, acknowledges=False)
+    run = engines.train("trainer", steps=100_000)
+    until(lambda: len(client.frames) == WINDOW, 10, "two frames come")
+    time.sleep(8 * PERIOD_S)
+    assert len(client.frames) == WINDOW
+    client.feed.acknowledge(client.frames[-1][1].seq)
+    until(lambda: len(client.frames) > WINDOW, 5, "another frame comes")
+    steps, is_thinned = steps_of(client), "rows" in client.headers[-1].thinned
+    assert is_thinned or steps.tolist() == list(range(len(steps)))
+    assert client.headers[-1].run.step == steps[-1] + 1
+    assert client.headers[-1].counters.delayed == 1
+    run.stop()
+
+
+def test_another_supervisor_sends_a_snapshot(cluster, until):
+    """A supervisor that takes over knows of the subscription, and sends the whole run anew."""
+    engines = cluster(2)
+    engines.run(training.CELL)
+    client = Client(engines)
+    run = engines.train("trainer", steps=100_000)
+    until(lambda: len(steps_of(client)) > 20, 20, "twenty steps are seen")
+    num = len(client.frames)
+    os.kill(engines._link._supervisor.pid, signal.SIGKILL)
+    until(lambda: any(f.is_snapshot for _, f in client.frames[num:]), 20, "a snapshot comes")
+    run.stop()
+    last = len(run.history["step"]) - 1
+    until(lambda: steps_of(client)[-1] == last, 10, "the last step is seen")
+    assert (np.diff(steps_of(client)) > 0).all()
+    assert steps_of(client)[0] == 0
+
+
+def test_a_slow_rank_is_named(cluster, until):
+    """The rank that the others wait for is the one that was made slow; the status says so; its
+    successor on the seat is as quick as the others."""
+    engines = cluster(3)
+    engines.run(SLEEPING)
+    client = Client(engines, views=("throughput",))
+    run = engines.train("trainer", steps=100_000)
+    until(lambda: len(client.table("steps").get("step", ())) > 30, 20, "steps are seen")
+    engines.slow(1, factor=SLOW)
+    assert [seat.slow_factor for seat in engines.status()] == [1, SLOW, 1]
+    began_at = time.monotonic()
+
+    def waits():
+        table = client.table("steps")
+        late = table["ended_at"] > began_at + 0.5
+        return {s: table["wait_s"][late & (table["slot"] == s)][-20:] for s in range(3)}
+
+    until(lambda: all(len(w) >= 20 for w in waits().values()), NAMED_S, waits)
+    medians = {slot: float(np.nanmedian(w)) for slot, w in waits().items()}
+    assert medians[1] < 0.005
+    assert min(medians[0], medians[2]) > 0.02 * (SLOW - 1) / 2
+    before = engines.generation
+    engines.kill(1)
+    engines.wait_healthy(30, after=before + 1)
+    assert [seat.slow_factor for seat in engines.status()] == [1, 1, 1]
+    run.stop()
+
+
+@pytest.mark.timeout(180)
+def test_views_cost_the_run_little(cluster):
+    """Steps with all views on take as long as without, within what the machine itself varies."""
+    engines = cluster(2)
+    engines.run(training.CELL)
+    medians = {True: [], False: []}
+    for number in range(6):
+        is_seen = bool(number % 2)
+        client = Client(engines) if is_seen else None
+        run = engines.train("trainer", steps=120).wait(120)
+        medians[is_seen].append(statistics.median(run.history["seconds"][20:]))
+        if client is not None:
+            engines.feeds.close(client.feed)
+    assert statistics.median(medians[True]) < COST * statistics.median(medians[False]), medians
