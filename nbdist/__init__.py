@@ -13,6 +13,7 @@ from nbdist._version import __version__
 from nbdist.errors import (
     CellFailed,
     EngineDied,
+    FileUnwritable,
     GroupGone,
     NbdistError,
     NotStarted,
@@ -37,6 +38,7 @@ __all__ = [
     "CellResult",
     "Cluster",
     "EngineDied",
+    "FileUnwritable",
     "GroupGone",
     "NbdistError",
     "NotStarted",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CellFailed",
     "EngineDied",
+    "FileUnwritable",
     "GroupGone",
     "NbdistError",
     "NotStarted",
@@ -76,6 +77,10 @@ class GroupGone(NbdistError, RuntimeError):
 
 class RecordUnreadable(NbdistError, ValueError):
     """A file that is no record of a run, or one of a newer nbdist; the message says which."""
+
+
+class FileUnwritable(NbdistError, OSError):
+    """A file that was to be written and cannot be; the message says which, and why."""
 
 
 class RankError(NbdistError):

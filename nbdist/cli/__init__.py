@@ -39,11 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from nbdist.errors import NbdistError
 
     parser = build_parser()
-    options = parser.parse_args(argv)
+    options, extra = parser.parse_known_args(argv)
+    if extra:  # the parser of all commands would print its own usage
+        options.parser.error(f"unrecognized arguments: {' '.join(extra)}")
     try:
         return int(options.run(options))
     except (NbdistError, OSError, ValueError) as error:
-        print(f"nbdist {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.filename:
+            said = f"{error.strerror}: {error.filename}"
+        print(f"nbdist {options.command}: {said}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -72,5 +77,5 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser

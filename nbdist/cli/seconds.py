@@ -25,7 +25,7 @@ class Second:
     step: int
     """Steps committed at its end."""
     loss: float
-    """Mean over its steps."""
+    """Of its last step."""
     rate: float
     """Samples, or tokens where the run counts them, of each rank in this second."""
     unit: str
@@ -61,7 +61,7 @@ def seconds(replay: Replay) -> Iterator[Second]:
         yield Second(
             number=number,
             step=int(last["step"]) + 1,
-            loss=float(here["loss"].mean()),
+            loss=float(last["loss"]),
             rate=done / max(1, int(last["world_size"])),
             unit="tokens" if has_tokens else "samples",
             world_size=int(last["world_size"]),

@@ -286,14 +286,14 @@ class Runs:
         fault = None
         if spec.name not in self._user_ns:
             text = (
-                f"name {spec.name!r} is not defined on the engines; make the trainer in a "
-                "%%distributed cell, or with cluster.run"
+                f"no variable {spec.name!r} on the engine; make the trainer in a %%distributed "
+                "cell, or with cluster.run"
             )
-            fault = rn.RunFault(kind="NameError", message=text)
+            fault = rn.RunFault(kind="NbdistError", message=text)
         elif not is_trainer(trainer):
             kind = type(trainer).__name__
             text = f"{spec.name} is a {kind}, not a nbdist.train.Trainer"
-            fault = rn.RunFault(kind="TypeError", message=text)
+            fault = rn.RunFault(kind="NbdistError", message=text)
         elif is_other:
             fault = rn.RunFault(kind="WrongState", message="another run goes on here")
         elif self.port is None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import RecoveryFailed, TargetError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from nbdist.protocol import orders as od
     from nbdist.protocol.topology import Membership
+
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+"""Where the engines find this package too."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def rank_status(
         memory_bytes=seat.rss_bytes,
         step=step if is_member else None,
         samples_per_second=samples_per_second if is_member else None,
-        activity=seat.activity,
+        activity=_in_short(seat.activity),
         not_restored=dict(seat.not_restored),
         slow_factor=seat.slow_factor,
     )
@@ -79,6 +81,14 @@ def is_healthy(view: od.WorldView, after: int | None) -> bool:
     if view.phase == "failed" or (view.phase == "running" and given_up and not view.healthy):
         raise RecoveryFailed(view.reason)
     return view.healthy and (after is None or view.membership.generation > after)
+
+
+def _in_short(activity: str) -> str:
+    """What a main thread does, without lines of ours: inside a step of a run it trains."""
+    if f"{_PACKAGE}train/" in activity:
+        operation = activity.removeprefix("waits in ").partition(", ")[0]
+        return "trains" if operation == "native wait" else f"trains, in {operation}"
+    return activity.replace(_PACKAGE, "nbdist/")
 
 
 def why_unhealthy(view: od.WorldView, timeout: float, after: int | None) -> str:

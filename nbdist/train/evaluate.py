@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbdist.train.checks import check_whole
+from nbdist.train.checks import check_whole, shown
 from nbdist.train.loading import Loader, Part, check_data, to_device
 from nbdist.train.objective import Objective, pair_of, weigh
 from nbdist.train.sampling import share
@@ -49,10 +49,12 @@ class Evaluate:
         if self.batch is not None:
             check_whole("batch", self.batch, 1)
         if not isinstance(self.metrics, Mapping):
-            raise TypeError(f"metrics is {self.metrics!r}; it must be a dict, name -> function")
+            raise TypeError(
+                f"metrics is {shown(self.metrics)}; it must be a dict, name -> function"
+            )
         for name, metric in self.metrics.items():
             if not callable(metric):
-                raise TypeError(f"metrics[{name!r}] is {metric!r}; it must be a function")
+                raise TypeError(f"metrics[{name!r}] is {shown(metric)}; it must be a function")
         if "loss" in self.metrics:
             raise ValueError('metrics has "loss": the trainer\'s own loss has this name')
 

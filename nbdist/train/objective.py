@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nbdist.train.checks import shown
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,7 +48,7 @@ def weigh(returned: Any, count: float, where: str) -> Weighed:
             count, factor = float(given), 1.0
         except (TypeError, ValueError):
             raise TypeError(
-                f"{where}: count is {given!r}; it must be a number, 0 or more"
+                f"{where}: count is {shown(given)}; it must be a number, 0 or more"
             ) from None
     if not isinstance(returned, Tensor):
         raise TypeError(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from nbdist.train.checks import check_one_of, check_positive, check_whole
+from nbdist.train.checks import check_one_of, check_positive, check_whole, shown
 from nbdist.train.evaluate import Evaluate
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ class Recipe:
         check_one_of("precision", self.precision, get_args(Precision))
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise TypeError(
-                f"evaluate is {self.evaluate!r}; it must be Evaluate(data, every=…), or None"
+                f"evaluate is {shown(self.evaluate)}; it must be Evaluate(data, every=…), or None"
             )
         if isinstance(self.strategy, type) or not hasattr(self.strategy, "exchange"):
             raise TypeError(
-                f"strategy is {self.strategy!r}; it must be a strategy, such as DataParallel()"
+                f"strategy is {shown(self.strategy)}; it must be a strategy, such as DataParallel()"
             )
 
     # ---- what is made of them
@@ -140,4 +140,4 @@ def _check_function(name: str, value: Any) -> None:
             "model": "a Module, or a function that returns one",
             "optimizer": "a function from named parameters to an Optimizer",
         }
-        raise TypeError(f"{name} is {value!r}; it must be {allowed.get(name, 'a function')}")
+        raise TypeError(f"{name} is {shown(value)}; it must be {allowed.get(name, 'a function')}")

@@ -15,6 +15,7 @@ from bokeh.embed import file_html
 from bokeh.resources import INLINE
 
 from nbdist._version import __version__
+from nbdist.errors import FileUnwritable
 from nbdist.views import palette
 from nbdist.views.facts import (
     Check,
@@ -69,9 +70,16 @@ def write_report(
 
     Returns:
         The path.
+
+    Raises:
+        FileUnwritable: it cannot be written there; the message says why.
     """
     path = Path(path)
-    path.write_text(page(story, checks=checks, reference=reference), encoding="utf-8")
+    text = page(story, checks=checks, reference=reference)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FileUnwritable(f"{path} cannot be written: {error.strerror}") from error
     return path
 
 

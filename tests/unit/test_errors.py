@@ -20,7 +20,7 @@ from nbdist.errors import (
 def test_there_is_one_tree():
     """Every public error is an `NbdistError`, with a docstring that says what happened."""
     classes = [getattr(errors, name) for name in errors.__all__ if name != "named_error"]
-    assert len(classes) == 12
+    assert len(classes) == 13
     for cls in classes:
         assert issubclass(cls, NbdistError)
         assert cls.__doc__

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import nbdist
 from nbdist.errors import TargetError
 from nbdist.protocol.orders import SeatView, WorldView
 from nbdist.protocol.topology import EMPTY, Member, Membership
@@ -65,6 +68,25 @@ def test_the_step_of_a_run_is_that_of_its_members():
     """A newcomer has committed nothing yet."""
     assert rank_status(seat(0), 41).step == 41
     assert rank_status(seat(1, "replaying", rank=None), 41).step is None
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("waits in native wait, {}/train/loop.py line 106: torch.autograd.backward(", "trains"),
+        ("waits in all_reduce, {}/train/vote.py line 6: f(x)", "trains, in all_reduce"),
+        (
+            "waits in barrier, {}/data/text.py line 2",
+            "waits in barrier, nbdist/data/text.py line 2",
+        ),
+        ("waits in barrier, cell line 2: dist.barrier()",) * 2,
+        ("", ""),
+    ],
+)
+def test_what_a_rank_does_is_said_without_lines_of_ours(told, shown):
+    """The user's own lines stay."""
+    package = Path(nbdist.__file__).parent
+    assert rank_status(seat(activity=told.format(package))).activity == shown
 
 
 def test_an_empty_seat_is_a_row_too():

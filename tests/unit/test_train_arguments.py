@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from trainers import Samples, make
 
 from nbdist.train import DataParallel, Evaluate
+from nbdist.train.checks import shown
 
 
 class Stream(IterableDataset):
@@ -165,3 +166,9 @@ def test_what_cannot_be_registered():
     trainer.register("model", trainer.model)
     with pytest.raises(ValueError, match="another object has this name"):
         trainer.register("model", nn.Linear(1, 1))
+
+
+def test_a_message_is_the_same_on_all_ranks():
+    """It holds no address, and no text of any length."""
+    assert [shown(5), shown("x"), shown(None)] == ["5", "'x'", "None"]
+    assert [shown(object()), shown([0] * 99)] == ["a object", "a list"]
