@@ -128,8 +128,10 @@ class Desk:
         elif isinstance(order, od.SlowEngines):
             self._machine.slow(order.slots, order.factor)
             waiter.slow = order
+        elif refusal := self._machine.scale(order.size, now):
+            self._answer(waiter, od.Refused(kind="WrongState", message=refusal))
+            return
         else:
-            self._machine.scale(order.size, now)
             waiter.size = order.size
         self._waiters.append(waiter)
 

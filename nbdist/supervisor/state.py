@@ -38,11 +38,23 @@ class Machine(Deadlines):
         self._enter(Phase.STARTING, self.reason, now)
         self.roster.fill(now)
 
-    def scale(self, size: int, now: float) -> None:
-        """Grow or shrink to `size` seats; done when `is_healthy` and no seat lies beyond."""
-        if self.phase is not Phase.FAILED:
-            self.roster.resize(size, now)
-            self._go_on(now)
+    def scale(self, size: int, now: float) -> str:
+        """Grow or shrink to `size` seats; done when `is_healthy` and no seat lies beyond.
+
+        Returns why it cannot be, in words, or nothing: the first seats stay, and one of them must
+        hold what the others hold.
+        """
+        if self.phase is Phase.FAILED:
+            return ""
+        holders = [seat.slot for seat in self.roster.in_state(SeatState.MEMBER) if seat.is_holder]
+        if holders and min(holders) >= size:
+            return (
+                f"size={size} keeps seats whose engines hold nothing yet, and ends all that do; "
+                f"first scale to {min(holders) + 1} at least, which fills the seats before it"
+            )
+        self.roster.resize(size, now)
+        self._go_on(now)
+        return ""
 
     def slow(self, slots: Iterable[Slot], factor: float) -> None:
         """Make engines so many times as slow."""

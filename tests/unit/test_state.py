@@ -1556,6 +1556,16 @@ def test_a_leaver_that_dies_before_the_break_is_a_loss_without_a_refill():
     assert world.machine.is_healthy
 
 
+def test_scaling_ends_not_all_who_hold_the_variables():
+    """With the first seat empty, a world of one seat would hold nothing: that is refused."""
+    world = World.running(3, policy="shrink")
+    world.die(0)
+    world.settle()
+    assert "first scale to 2 at least" in world.machine.scale(1, world.now)
+    assert (world.phase, world.slots) == ("running", (1, 2))
+    assert world.machine.scale(2, world.now) == ""
+
+
 def test_scaling_while_a_group_forms_waits_for_it():
     """Seats given back in the middle of a change leave with the next one."""
     world = World.running(3)
