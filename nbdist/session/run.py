@@ -19,7 +19,7 @@ from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import RunStory
 from nbdist.session.curves import SlotCurves
-from nbdist.session.run_end import Detached, failure_of
+from nbdist.session.run_end import Detached, failure_of, in_brackets
 from nbdist.session.run_record import OVER, RunRecord
 from nbdist.session.status import whole_number
 
@@ -347,10 +347,7 @@ class Run:
     def _line(self) -> str:
         """How it stands, as far as that is known here."""
         of = "" if self.target is None else f" of {self.target}"
-        fault = self._view.fault if self._view is not None else None
-        first = fault.message.partition("\n")[0] if fault else ""
-        said = f"{fault.kind}: {first}" if fault and first else fault.kind if fault else ""
-        why = f" ({said})" if said else ""
+        why = in_brackets(self._view.fault if self._view is not None else None)
         parts = [f"{self._who}: {self.state}{why}", f"{self._num_known}{of} steps"]
         if (loss := self._record.loss()) is not None:
             parts.append(f"loss {loss:.4g}")

@@ -29,3 +29,11 @@ def failure_of(fault: RunFault | None) -> NbdistError:
     error.traceback = error.traceback or [str(error)]
     where = "" if fault.rank is None else f" (rank {fault.rank})"
     return CellFailed(f"{error}{where}", {} if fault.rank is None else {rank: error})
+
+
+def in_brackets(fault: RunFault | None) -> str:
+    """A run's fault within a line about it; empty where there is none."""
+    if fault is None:
+        return ""
+    first = fault.message.partition("\n")[0]
+    return f" ({fault.kind}: {first})" if first else f" ({fault.kind})"
