@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CellFailed, EngineDied, NbdistError, RankError, RunEnded
 from nbdist.protocol.calls import METADATA
-from nbdist.session.outputs import CellResult, Progress, RankOutput, Values
+from nbdist.session.outputs import CellResult, Progress, RankOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -342,7 +342,7 @@ class CellRun:
         if not ranks:
             raise CellFailed("every engine that ran the cell is gone", {}, list(self._remarks()))
         texts = {final: self.outputs[rank].text for rank, final in ranks.items()}
-        found = Values({final: self._values.get(rank, {}) for rank, final in ranks.items()})
+        found = {final: self._values.get(rank, {}) for rank, final in ranks.items()}
         seconds = time.monotonic() - self.began
         return CellResult(texts, found, self.world.generation, seconds, tuple(self._remarks()))
 

@@ -7,14 +7,14 @@ whoever shows it.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.protocol import values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
 State = Literal["running", "ok", "error", "died", "released", "lost"]
 """How a rank's part of a cell stands.
@@ -104,19 +104,27 @@ class CellResult:
 
     Attributes:
         outputs: rank -> everything it printed or showed, as text.
-        values: rank -> value of the cell's last expression (tensors on the CPU), None where it has
-            none; `NotSent` where
-            it could not be sent, with the reason. Each is unpacked when it is looked at.
+        packed: rank -> what its engine's reply holds of ours.
         generation: the group in which it ran.
         seconds: from sending to the last answer.
         notes: what the user should know beside the output, a line each.
     """
 
     outputs: Mapping[int, str]
-    values: Mapping[int, Any]
+    packed: Mapping[int, Mapping[str, str]]
     generation: int
     seconds: float
     notes: Sequence[str] = ()
+
+    @cached_property
+    def values(self) -> dict[int, Any]:
+        """Rank -> value of the cell's last expression.
+
+        Tensors on the CPU; None where it has none, `NotSent` where it could not be sent, with the
+        reason. Unpacked when they are first looked at: unpacking a tensor imports torch, which
+        takes seconds, and most cells are only shown.
+        """
+        return {rank: _value(ours) for rank, ours in self.packed.items()}
 
 
 @dataclass(frozen=True)
@@ -124,35 +132,6 @@ class NotSent:
     """Stands for a value that stayed on its engine, and says why."""
 
     reason: str
-
-
-class Values(Mapping[int, Any]):
-    """Rank -> value of the cell's last expression; equal to a dict of the same.
-
-    Unpacked when it is looked at: unpacking a tensor imports torch, which takes seconds, and most
-    cells are only shown.
-
-    Args:
-        packed: rank -> what its engine's reply holds of ours.
-    """
-
-    def __init__(self, packed: Mapping[int, Mapping[str, str]]) -> None:
-        self._packed = packed
-        self._unpacked: dict[int, Any] = {}
-
-    def __getitem__(self, rank: int) -> Any:
-        if rank not in self._unpacked:
-            self._unpacked[rank] = _value(self._packed[rank])
-        return self._unpacked[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._packed)
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 def _value(ours: Mapping[str, str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from nbdist.protocol.topology import Member, Membership
 from nbdist.session import cells as module
 from nbdist.session.cell_run import GRACE_AFTER_DEATH_S, CellRun
 from nbdist.session.cells import Cells
-from nbdist.session.outputs import NotSent, Rich, Text, Values
+from nbdist.session.outputs import CellResult, NotSent, Rich, Text
 
 GROUP = Membership(
     generation=3,
@@ -660,8 +661,9 @@ def test_a_value_is_unpacked_when_it_is_looked_at(monkeypatch):
     """Each once, and none by a cell that is only shown."""
     unpacked = []
     monkeypatch.setattr(values, "unpack", lambda data: unpacked.append(data) or len(unpacked))
-    found = Values({0: {"value": "YQ=="}, 2: {"value": "Yg=="}, 3: {}})
-    assert (list(found), len(found), unpacked) == ([0, 2, 3], 3, [])
-    assert (found[2], found[2], unpacked) == (1, 1, [b"b"])
-    assert found == {0: 2, 2: 1, 3: None}
-    assert repr(found) == "{0: 2, 2: 1, 3: None}"
+    found = CellResult({}, {0: {"value": "YQ=="}, 2: {"value": "Yg=="}, 3: {}}, 1, 0.1)
+    assert unpacked == []
+    assert found.values == {0: 1, 2: 2, 3: None}
+    assert found.values[2] == 2
+    assert json.dumps(found.values) == '{"0": 1, "2": 2, "3": null}'
+    assert unpacked == [b"a", b"b"]

@@ -86,7 +86,7 @@ class FakeCluster:
         watch(Progress("c", outputs, done=True, generation=1, seconds=0.1))
         if self.error:
             raise self.error
-        return CellResult(dict.fromkeys(outputs, "hi\n"), dict.fromkeys(outputs), 1, 0.1)
+        return CellResult(dict.fromkeys(outputs, "hi\n"), {key: {} for key in outputs}, 1, 0.1)
 
     def push(self, *, ranks=None, **values):
         self.calls.append(("push", ranks, values))
