@@ -83,7 +83,9 @@ class Runs:
     # ---- the kernel's side
 
     def begin_cell(self, cell: CellId) -> None:
-        """A cell begins."""
+        """A cell begins; what was ordered before it counts already."""
+        if self.port is not None:
+            self.poll()
         self.cell = cell
         self._bound_before = {name: id(value) for name, value in self._user_ns.items()}
 

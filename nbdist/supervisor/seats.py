@@ -111,7 +111,8 @@ class End:
     @classmethod
     def of(cls, seat: Seat, event: EngineExited) -> End:
         """The end that `event` reports of the engine on `seat`."""
-        how = event.signal or f"exit code {event.exit_code}"
+        is_known = event.signal is not None or event.exit_code is not None
+        how = event.signal or f"exit code {event.exit_code}" if is_known else "vanished"
         return cls(
             event=event,
             how=how,

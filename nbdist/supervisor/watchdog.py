@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nbdist.supervisor.seats import Seat
 
 PERIOD_S = 0.25
+VANISHED_AFTER_S = 1.0
+"""A process is gone for so long, and its parent, who would know how it ended, has said nothing."""
 CLOSE_PERIOD_S = 0.05
 """Between looks while somebody is silent: what is added to `hang_timeout_s` before it is killed."""
 
@@ -80,7 +82,7 @@ class Watchdog:
             watch = self._watches.get(seat.pid)
             if seen is None:
                 since = self._missing_since.setdefault(seat.pid, now)
-                if now - since > 2 * PERIOD_S:
+                if now - since > VANISHED_AFTER_S:
                     found.append(_vanished(seat, since))
             elif watch is not None and watch.is_silent(now) and watch.is_hung(seen, now):
                 how = "stopped" if seen.is_stopped else "without any progress"

@@ -167,7 +167,8 @@ def test_cell_that_comes_too_late(four, until, monkeypatch):
     monkeypatch.undo()
     assert list(died.value.errors) == [1]
     four.wait_healthy(after=generation)
-    assert four.run("globals().pop('begun', 0)", once=True).values == {0: 1, 1: 0, 2: 1, 3: 0}
+    begun = four.run("globals().pop('begun', 0)", once=True).values
+    assert (begun[1], begun[3]) == (0, 0)  # of the others each may be late, too
 
 
 OUT_OF_MEMORY = """

@@ -114,7 +114,7 @@ def test_stopped(cluster, until, moment):
     check(engines, run, 150)
     hung = [i for i in run.incidents if i.kind == "hung"]
     assert [i.ranks for i in hung] == [(2,)]
-    assert 0.9 < hung[0].stall_s <= 1.0 + 4 * 0.3
+    assert 0.5 < hung[0].stall_s <= 1.0 + 4 * 0.3  # a step of usual length is taken off
 
 
 def test_two_at_once(cluster, until):

@@ -13,7 +13,7 @@ from nbdist.rundir import Owner
 from nbdist.supervisor import watchdog as module
 from nbdist.supervisor.hang import Observation
 from nbdist.supervisor.seats import Seat, SeatState
-from nbdist.supervisor.watchdog import PERIOD_S, Hung, Watchdog, observe
+from nbdist.supervisor.watchdog import PERIOD_S, VANISHED_AFTER_S, Hung, Watchdog, observe
 
 LIMIT_S = 10.0
 WELL = Observation(is_stopped=False, is_traced=False, cpu_s=1.0)
@@ -118,7 +118,7 @@ def test_an_engine_that_vanished_is_reported_when_nobody_else_does():
     (gone,), now = looks(*watched(), 60.0)
     assert (gone.slot, gone.pid, gone.detector, gone.at) == (0, 101, "process", 0.0)
     assert (gone.signal, gone.exit_code) == (None, None)
-    assert now == 3 * PERIOD_S
+    assert VANISHED_AFTER_S < now <= VANISHED_AFTER_S + PERIOD_S
 
 
 @pytest.mark.usefixtures("seen")
@@ -140,10 +140,9 @@ def test_an_empty_seat_is_not_looked_at():
 def test_looks_are_not_too_many():
     """A few times a second, unless one is asked for."""
     dog, seat = watched()
-    for now in (0.0, PERIOD_S):
-        dog.look([seat], now)
-    late = 2.9 * PERIOD_S
-    dog.look([seat], 2 * PERIOD_S)
+    for number in range(5):
+        dog.look([seat], number * PERIOD_S)
+    late = 4.9 * PERIOD_S
     assert dog.look([seat], late) == []
     assert dog.look([seat], late, at_once=True)
 
