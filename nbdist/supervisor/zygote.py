@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,6 +55,8 @@ PRELOADED = (
 """What an engine and the first DDP model in it would import."""
 
 
+TOLD_AGAIN_S = 5.0
+"""Exits of so short a while ago are told to a supervisor that takes over, told before or not."""
 HELLO_LIMIT_S = 0.2
 """A peer that has not said who it is by then is let go."""
 
@@ -70,6 +73,7 @@ class Zygote:
         self.lease = Lease(rundir, config.lease_s)
         self.children: dict[int, Slot] = {}
         self.unheard: list[forks.Exited] = []
+        self.last_exits: deque[forks.Exited] = deque(maxlen=64)
         self.peer: socket.socket | None = None
         self.buffer = bytearray()
         self.store_pid = self.store_port = 0
@@ -204,6 +208,7 @@ class Zygote:
             if self.peer is None:
                 self.unheard.append(exited)
             else:
+                self.last_exits.append(exited)
                 self.tell(exited)
 
     def end_everything(self) -> None:
@@ -230,8 +235,10 @@ class Zygote:
         self.tell(
             forks.Ready(children=children, store_port=self.store_port, cannot_fork=self.cannot_fork)
         )
+        # What was told to a supervisor that ended just then may not have been read.
+        since = time.monotonic() - TOLD_AGAIN_S
         unheard, self.unheard = self.unheard, []
-        for exited in unheard:
+        for exited in [*unheard, *(e for e in self.last_exits if e.at > since)]:
             self.tell(exited)
 
     def is_supervisor(self, peer: socket.socket) -> bool:
