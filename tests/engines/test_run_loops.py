@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import time
 
@@ -316,14 +317,16 @@ def test_a_loss_that_is_not_a_number_on_one_rank(looped, is_own):
     assert np.isnan(looped.runs[-1].history["loss"]).tolist() == [n == 4 for n in range(8)]
 
 
-def test_many_join_at_random_moments(looped, loop, pids, until):
+@pytest.mark.timeout(180)
+def test_fifty_join_at_random_moments(looped, loop, pids, until):
     """A newcomer of a loop never meets another collective than its own: the generation decides who
     is in a group (R9, T35, T23)."""
     looped.run("trainer = make()")
     run, cell = loop(looped, "for step in train(trainer, 100_000): pass\ntrainer.step")
-    for number in range(8):
+    moment = random.Random(9)
+    for number in range(50):
         generation = looped.generation
-        mark = len(run.history["step"]) + number
+        mark = len(run.history["step"]) + moment.randrange(8)
         until(lambda mark=mark: len(run.history["step"]) >= mark, 20, "the loop goes on")
         os.kill(pids(looped)[number % 4], signal.SIGKILL)
         looped.wait_healthy(timeout=20, after=generation + 1)
