@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from nbdist._version import __version__
 from nbdist.errors import (
     CellFailed,
+    CellInterrupted,
     EngineDied,
     FileUnwritable,
     GroupGone,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers only; at run time __getattr__ loads what 
 
 __all__ = [
     "CellFailed",
+    "CellInterrupted",
     "CellResult",
     "Cluster",
     "EngineDied",

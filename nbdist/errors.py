@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CellFailed",
+    "CellInterrupted",
     "EngineDied",
     "FileUnwritable",
     "GroupGone",
@@ -126,15 +127,24 @@ class CellFailed(NbdistError):
 
         Equal tracebacks are shown once, the cause first.
         """
-        folded: dict[tuple[str, ...], list[int]] = {}
-        for rank, error in self.errors.items():
-            if error is not self:
-                lines = error.traceback if isinstance(error, RankError) else [str(error)]
-                folded.setdefault(tuple(lines), []).append(rank)
-        out = [f"{type(self).__name__}: {self.args[0]}"]
-        for traceback, ranks in folded.items():
-            out += ["", f"On {_ranks(ranks)}:", *traceback]
-        return [*out, *([""] if self.notes else []), *self.notes]
+        others = {rank: error for rank, error in self.errors.items() if error is not self}
+        return _rendered(f"{type(self).__name__}: {self.args[0]}", others, self.notes)
+
+
+class CellInterrupted(KeyboardInterrupt):
+    """The user interrupted a cell, and its ranks were interrupted too.
+
+    Attributes:
+        errors: rank -> where it stopped.
+        notes: further lines about ranks that did not stop by themselves.
+    """
+
+    def __init__(self, errors: Mapping[int, NbdistError], notes: Sequence[str] = ()) -> None:
+        super().__init__("the cell was interrupted")
+        self.errors, self.notes = dict(errors), list(notes)
+
+    def _render_traceback_(self) -> list[str]:
+        return _rendered(f"KeyboardInterrupt: {self}", self.errors, self.notes)
 
 
 class EngineDied(CellFailed):
@@ -212,5 +222,18 @@ def named_error(kind: str, message: str) -> NbdistError:
     return NbdistError(f"{kind}: {message}")
 
 
+def _rendered(headline: str, errors: Mapping[int, NbdistError], notes: Sequence[str]) -> list[str]:
+    """The lines of an error of several ranks."""
+    folded: dict[tuple[str, ...], list[int]] = {}
+    for rank, error in errors.items():
+        lines = error.traceback if isinstance(error, RankError) else [str(error)]
+        folded.setdefault(tuple(lines), []).append(rank)
+    out = [headline]
+    for traceback, ranks in folded.items():
+        out += ["", f"On {_ranks(ranks)}:", *traceback]
+    return [*out, *([""] if notes else []), *notes]
+
+
 def _ranks(ranks: Sequence[int]) -> str:
+    ranks = sorted(ranks)
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import CellFailed, EngineDied, NbdistError, RankError, RunEnded
+from nbdist.errors import CellFailed, CellInterrupted, EngineDied, NbdistError, RankError, RunEnded
 from nbdist.protocol.calls import METADATA
 from nbdist.session.outputs import CellResult, Progress, RankOutput
 
@@ -304,6 +304,12 @@ class CellRun:
         """Ranks that have not ended."""
         return tuple(rank for rank, output in self.outputs.items() if output.state == "running")
 
+    def announce(self, text: str) -> None:
+        """Say something to those who look at the ranks that have not ended."""
+        for rank in self.running:
+            self.outputs[rank].add_text("stderr", text)
+        self.is_dirty = True
+
     def slots_of(self, ranks: tuple[int, ...]) -> tuple[Slot, ...]:
         """Where their parts run."""
         return tuple(self.engines[rank].slot for rank in ranks)
@@ -345,6 +351,12 @@ class CellRun:
         found = {final: self._values.get(rank, {}) for rank, final in ranks.items()}
         seconds = time.monotonic() - self.began
         return CellResult(texts, found, self.world.generation, seconds, tuple(self._remarks()))
+
+    def interrupted(self, killed: tuple[int, ...]) -> CellInterrupted:
+        """How a cell ends that the user interrupted; some ranks had to be killed for it."""
+        stopped = {rank: error for rank, error in self.errors.items() if rank not in killed}
+        notes = [f"rank {rank} did not react and was killed" for rank in killed]
+        return CellInterrupted(stopped, [*self._notes(), *notes])
 
     def _final_ranks(self) -> Iterator[tuple[int, int]]:
         """Ranks that have an outcome, each with its rank in the world as it is now."""

@@ -135,7 +135,7 @@ class Cells:
 
         Raises:
             CellFailed, EngineDied: it failed on a rank.
-            KeyboardInterrupt: the user interrupted it; the ranks were interrupted too.
+            CellInterrupted: the user interrupted it; a KeyboardInterrupt.
         """
         run = self.begin(code, ranks=ranks, once=once)
         if ranks is None and self._view is not None:
@@ -194,8 +194,7 @@ class Cells:
                 show(now)
                 run.wait_for_change()
         except KeyboardInterrupt:
-            self._interrupt(run, show)
-            raise
+            raise run.interrupted(self._interrupt(run, show)) from None
 
     def _expire(self, run: CellRun, timeout: float, show: _Throttle) -> None:
         who = ("rank " if len(run.running) == 1 else "ranks ") + ", ".join(map(str, run.running))
@@ -203,27 +202,32 @@ class Cells:
         text = f"the cell ran longer than its limit of {timeout:g} s; still running then: {who}"
         raise CellFailed(text, run.errors)
 
-    def _interrupt(self, run: CellRun, show: _Throttle) -> None:
+    def _interrupt(self, run: CellRun, show: _Throttle) -> tuple[int, ...]:
         """KeyboardInterrupt where Python runs, a broken group where a collective waits.
 
-        Ranks that go on all the same are ended after a while, and their seats filled again.
+        Ranks that go on all the same are ended after a while, and their seats filled again; these
+        are returned.
         """
         run.refuse_newcomers()
-        self._link.say(od.InterruptCell(cell=run.cell))
-        began, announced = time.monotonic(), False
-        while not run.is_over(now := time.monotonic()):
-            if now - began > KILL_NOTICE_S and not announced:
-                announced = True
-                for rank in run.running:
-                    run.outputs[rank].add_text("stderr", ANNOUNCEMENT)
-                run.is_dirty = True
-            if now - began > KILL_AFTER_S:
-                slots = run.slots_of(run.running)
-                with contextlib.suppress(TimeoutError, NbdistError):  # the next cell is not theirs
-                    self._link.ask(od.SignalEngines(slots=slots, signal="KILL"), KILL_AFTER_S)
-                return
-            show(now)
-            run.wait_for_change()
+        began, is_told, is_announced = time.monotonic(), False, False
+        while not run.is_over(now := time.monotonic()) and now - began < KILL_AFTER_S:
+            try:
+                if not is_told:
+                    self._link.say(od.InterruptCell(cell=run.cell))
+                    is_told = True
+                if now - began > KILL_NOTICE_S and not is_announced:
+                    is_announced = True
+                    run.announce(ANNOUNCEMENT)
+                show(now)
+                run.wait_for_change()
+            except KeyboardInterrupt:  # once more: the ranks are told again, the limit stays
+                is_told = False
+        stubborn = () if run.is_over(time.monotonic()) else run.running
+        if stubborn:
+            slots = run.slots_of(stubborn)
+            with contextlib.suppress(TimeoutError, NbdistError):  # the next cell is not theirs
+                self._link.ask(od.SignalEngines(slots=slots, signal="KILL"), KILL_AFTER_S)
+        return stubborn
 
 
 class _Throttle:

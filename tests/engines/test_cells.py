@@ -347,6 +347,36 @@ if rank != 0:
     assert four.incidents == incidents
 
 
+def test_interrupted_twice_by_who_is_impatient(cluster):
+    """A rank that swallows interrupts is killed in time however often the user presses Stop; the
+    others and the next cell are well."""
+    engines = cluster(2)
+    code = """
+import time
+while rank == 1:
+    try:
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        pass
+"""
+    begun = time.monotonic()
+
+    def press():
+        for pause_s in (1, 1, 2):
+            time.sleep(pause_s)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(nbdist.CellInterrupted) as stopped:
+        engines.run(code)
+    thread.join()
+    assert stopped.value.notes == ["rank 1 did not react and was killed"]
+    assert time.monotonic() - begun < 4 * 6
+    engines.wait_healthy(30)
+    assert engines.run("rank").values == {0: 0, 1: 1}
+
+
 def test_two_cells_at_once(four, background):
     """Cells sent from two threads both run, one after the other on each engine."""
     first = background(four.run, "import time; time.sleep(0.3); a = rank; a")

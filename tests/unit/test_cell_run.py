@@ -11,7 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbdist.errors import CellFailed, EngineDied, RecoveryFailed, TargetError, WrongState
+from nbdist.errors import (
+    CellFailed,
+    CellInterrupted,
+    EngineDied,
+    RecoveryFailed,
+    TargetError,
+    WrongState,
+)
 from nbdist.protocol import orders as od
 from nbdist.protocol import values
 from nbdist.protocol.calls import METADATA
@@ -609,15 +616,20 @@ def test_a_kill_that_is_not_answered_keeps_nobody(error):
 def test_ctrl_c_reaches_the_ranks_and_then_the_user(monkeypatch):
     """KeyboardInterrupt is what the caller gets, after the ranks were told."""
     link, futures = Link(), []
-    wait = CellRun.wait_for_change
+    wait, say = CellRun.wait_for_change, link.say
 
     def press(_):
         monkeypatch.setattr(CellRun, "wait_for_change", wait)
-        for future in futures:
-            end(future, Remote("KeyboardInterrupt", ""))
         raise KeyboardInterrupt
 
+    def say_and_end(order):
+        say(order)
+        if isinstance(order, od.InterruptCell):
+            for future in futures:
+                end(future, Remote("KeyboardInterrupt", ""))
+
     monkeypatch.setattr(CellRun, "wait_for_change", press)
+    link.say = say_and_end
     runs = Cells(link, Client(lambda _, future: futures.append(future)))
     with pytest.raises(KeyboardInterrupt):
         runs.run("f()")
@@ -626,6 +638,33 @@ def test_ctrl_c_reaches_the_ranks_and_then_the_user(monkeypatch):
     assert link.of(od.SignalEngines) == []
     assert not link.heard[-1].succeeded
     assert runs.open_cells() == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_who_presses_twice_waits_no_longer_and_the_kill_comes(monkeypatch):
+    """A second Ctrl-C tells the ranks again; those that do not react are killed in time all the
+    same, and the error says who stopped where and who was killed."""
+    link, presses = Link(), [None, None]
+    wait = CellRun.wait_for_change
+
+    def press(run):
+        if presses:
+            raise presses.pop() or KeyboardInterrupt
+        wait(run)
+
+    monkeypatch.setattr(CellRun, "wait_for_change", press)
+    client = Client(
+        lambda e, future: end(future, Remote("KeyboardInterrupt", "")) if e == 10 else None
+    )
+    with pytest.raises(CellInterrupted, match="the cell was interrupted") as caught:
+        Cells(link, client).run("f()")
+    assert len(link.of(od.InterruptCell)) == 2
+    assert link.of(od.SignalEngines) == [od.SignalEngines(slots=(2,), signal="KILL")]
+    assert list(caught.value.errors) == [0]
+    assert caught.value.notes == ["rank 1 did not react and was killed"]
+    shown = caught.value._render_traceback_()
+    assert shown[0] == "KeyboardInterrupt: the cell was interrupted"
+    assert "On rank 0:" in shown
 
 
 def test_a_display_is_shown_what_has_changed_and_not_too_often(monkeypatch):

@@ -18,9 +18,12 @@ from nbdist.errors import (
 
 
 def test_there_is_one_tree():
-    """Every public error is an `NbdistError`, with a docstring that says what happened."""
-    classes = [getattr(errors, name) for name in errors.__all__ if name != "named_error"]
+    """Every public error is an `NbdistError`, with a docstring that says what happened; an
+    interrupt is none, since `except Exception` must not swallow it."""
+    others = {"named_error", "CellInterrupted"}
+    classes = [getattr(errors, name) for name in errors.__all__ if name not in others]
     assert len(classes) == 13
+    assert issubclass(errors.CellInterrupted, KeyboardInterrupt)
     for cls in classes:
         assert issubclass(cls, NbdistError)
         assert cls.__doc__
