@@ -268,6 +268,11 @@ class Engine:
         self.push(entry.values)
         if not entry.code.strip():
             return []
+        first = entry.code.strip().splitlines()[0]
+        pid, line = os.getpid(), first[:80]
+        self._agent.tell(
+            ev.ReplayBegins(slot=self._slot, pid=pid, cell=entry.cell, first_line=line)
+        )
         result = await self._shell.run_cell_async(
             entry.code,
             store_history=False,
@@ -277,7 +282,6 @@ class Engine:
         if result.success:
             return []
         error = result.error_before_exec or result.error_in_exec
-        first = entry.code.strip().splitlines()[0]
         return [f"cell {first!r}: {type(error).__name__}: {error}"]
 
     # ---- helpers

@@ -81,6 +81,15 @@ class EngineStartFailed(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class ReplayBegins(Event, frozen=True, kw_only=True):
+    """A newcomer comes to a cell of the journal, which may be its end."""
+
+    slot: Slot
+    pid: int
+    cell: CellId
+    first_line: str
+
+
 class JournalReplayed(Event, frozen=True, kw_only=True):
     """A newcomer ran the journal and can be admitted."""
 
@@ -215,6 +224,7 @@ class Telemetry(Event, frozen=True, kw_only=True):
 
 AgentEvent = (
     EngineHello
+    | ReplayBegins
     | JournalReplayed
     | Beat
     | GroupBroken

@@ -57,6 +57,13 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class ForgetCell:
+    """Replay this cell to nobody any more."""
+
+    cell: CellId
+
+
+@dataclass(frozen=True)
 class AdmitCell:
     """Answer a `BeginCell`."""
 
@@ -92,5 +99,14 @@ class AnswerRun:
 
 
 Instruction = (
-    StartEngine | KillEngine | Tell | Form | Replay | AdmitCell | RefuseCell | Notify | AnswerRun
+    StartEngine
+    | KillEngine
+    | Tell
+    | Form
+    | Replay
+    | ForgetCell
+    | AdmitCell
+    | RefuseCell
+    | Notify
+    | AnswerRun
 )

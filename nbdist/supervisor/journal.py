@@ -2,7 +2,8 @@
 
 Kept on disk too, for a supervisor that takes over. An entry is kept when the cell succeeded, was
 not `once`, and did not run longer than the replay limit. The journal is bounded: the oldest entries
-go first, and how many went is counted (what all survivors hold alike is copied anyway).
+go first, and how many went is counted (what all survivors hold alike is copied anyway). A cell that
+ends those who replay it is forgotten.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cell: CellId
 
 
+class Forgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is replayed to nobody any more."""
+
+    cell: CellId
+
+
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First record of a file that was written anew: so many older entries are gone."""
 
@@ -84,12 +91,23 @@ class Journal:
         self._keep(line)  # first: a file that is written anew below must hold it
         self._append(Kept(cell=cell))
 
+    def forget(self, cell: CellId) -> None:
+        """Replay it to nobody any more; it keeps its place."""
+        self._forget(cell)
+        self._append(Forgotten(cell=cell))
+
     def since(self, position: int, slot: Slot) -> tuple[Entry, ...]:
         """Entries for `slot` from `position` on."""
         lines = self._lines[max(0, position - self.num_dropped) :]
         return tuple(line.entry for line in lines if line.slots is None or slot in line.slots)
 
-    def _append(self, line: Begun | Kept) -> None:
+    def _forget(self, cell: CellId) -> None:
+        self._lines = [
+            msgspec.structs.replace(line, slots=()) if line.entry.cell == cell else line
+            for line in self._lines
+        ]
+
+    def _append(self, line: Begun | Kept | Forgotten) -> None:
         try:
             with self._path.open("ab") as file:
                 start = file.tell()
@@ -130,9 +148,11 @@ class Journal:
             end = start + 4 + int.from_bytes(data[start : start + 4], "big")
             if len(data) < end:
                 break
-            line = wire.decode(data[start + 4 : end], Begun | Kept | Dropped)
+            line = wire.decode(data[start + 4 : end], Begun | Kept | Forgotten | Dropped)
             if isinstance(line, Dropped):
                 self.num_dropped = line.count
+            elif isinstance(line, Forgotten):
+                self._forget(line.cell)
             elif isinstance(line, Begun):
                 self._begun[line.entry.cell] = line
             elif line.cell in self._begun:
@@ -141,6 +161,6 @@ class Journal:
         os.truncate(self._path, start)  # the writer may have been killed in the middle of a record
 
 
-def _record(line: Begun | Kept | Dropped) -> bytes:
+def _record(line: Begun | Kept | Forgotten | Dropped) -> bytes:
     body = wire.encode(line)
     return len(body).to_bytes(4, "big") + body

@@ -164,6 +164,8 @@ class Loop:
                 self._agents[event.slot] = identity
                 self._watchdog.beat(event.pid, now)
                 self._machine.hello(event, now)
+            case ev.ReplayBegins():
+                self._machine.replay_begins(event)
             case ev.JournalReplayed():
                 self._machine.replayed(event, now)
             case rn.StepsCommitted() | rn.RunBound() | rn.RunEntered() | rn.RunHeld():
@@ -306,6 +308,8 @@ class Loop:
                     lines = self._last_lines(notice.slot)
                     notice = msgspec.structs.replace(notice, last_lines=lines)
                 self._desk.tell_kernels(notice)
+            case do.ForgetCell(cell):
+                self._journal.forget(cell)
             case do.AnswerRun(run, begun):
                 self._desk.begun(run, begun)
             case do.AdmitCell(cell, membership, ranks, between):

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from nbdist.protocol.ids import Slot
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor import policy
-from nbdist.supervisor.seats import THE_SEAT, Seat, SeatState
+from nbdist.supervisor.seats import BY_USER, THE_SEAT, Seat, SeatState
 
 if TYPE_CHECKING:
     from nbdist.config import ClusterConfig
     from nbdist.protocol import events as ev
     from nbdist.protocol import orders as od
+    from nbdist.protocol.ids import CellId
 
 
 REPLAY_LIMIT_S = 120.0
@@ -37,6 +38,10 @@ class Roster:
         self.size = config.num_engines
         self.seats: dict[Slot, Seat] = {Slot(i): Seat(Slot(i)) for i in range(self.size)}
         self.journal_length = 0
+        self.unreplayable: dict[str, str] = {}
+        """Cells that ended engines in their replay, in words, and how: no newcomer has them."""
+        self._suspects: dict[Slot, CellId] = {}
+        """The cell in whose replay the last engine on a slot ended."""
         self._ended: deque[int] = deque(maxlen=256)
         """Engines whose end was reported."""
 
@@ -130,12 +135,19 @@ class Roster:
         self._out.append(do.Replay(seat.slot, since, until, rank, len(seated)))
         seat.replayed = until
 
+    def replay_begins(self, event: ev.ReplayBegins) -> None:
+        """A newcomer comes to a cell of the journal."""
+        if (seat := self.seat(event.slot, event.pid)) is not None:
+            seat.replays = event
+
     def replayed(self, event: ev.JournalReplayed) -> None:
         """A newcomer ran the journal and can be admitted."""
         seat = self.seat(event.slot, event.pid)
         if seat is not None and seat.state is SeatState.REPLAYING:
             seat.state = SeatState.READY
             seat.not_restored |= dict.fromkeys(event.failed, "its cell failed in the replay")
+            seat.not_restored |= self.unreplayable
+            self._suspects.pop(seat.slot, None)
 
     def has_ended(self, pid: int) -> None:
         """An engine's end was reported: what it still says on a slower road counts no more."""
@@ -155,6 +167,7 @@ class Roster:
         """
         was_leaving = seat.state is SeatState.LEAVING
         seat.last_end = how
+        self._suspect(seat, how)
         seat.clear()
         if seat.slot >= self.size:
             del self.seats[seat.slot]
@@ -172,6 +185,22 @@ class Roster:
         elif decision.action == "start":
             self._start(seat, now)
         return decision.reason
+
+    def _suspect(self, seat: Seat, how: str) -> None:
+        """Forget a cell in whose replay two engines in a row have ended.
+
+        One that ends alone may have been killed by anybody.
+        """
+        begun = seat.replays if seat.state is SeatState.REPLAYING else None
+        if begun is None or seat.killed_why == BY_USER:
+            return
+        if self._suspects.get(seat.slot) != begun.cell:
+            self._suspects[seat.slot] = begun.cell
+            return
+        self._out.append(do.ForgetCell(begun.cell))
+        reason = f"ended the engines that replayed it ({how}): it is replayed no more"
+        self.unreplayable[f"cell {begun.first_line!r}"] = reason
+        seat.restarts = 0
 
     def kill(self, seat: Seat, why: str) -> None:
         """SIGKILL to a seat's engine, once; its exit will be reported."""

@@ -11,7 +11,7 @@ from nbdist.protocol.orders import EngineLost
 from nbdist.protocol.topology import Member
 
 if TYPE_CHECKING:
-    from nbdist.protocol.events import Beat, EngineExited, IncidentKind
+    from nbdist.protocol.events import Beat, EngineExited, IncidentKind, ReplayBegins
     from nbdist.protocol.ids import EngineId, Slot
 
 BY_USER = "ordered by the user"
@@ -54,6 +54,8 @@ class Seat:
     """Its engine leaves, and will not be a member again."""
     is_late: bool = False
     """It replays cells that ran while it came up; new cells wait for it."""
+    replays: ReplayBegins | None = None
+    """The cell that its engine replays now, or replayed last."""
     killed_why: str = ""
     """Why a signal was sent to it, by the user or by us."""
     ordered_at: float | None = None
@@ -66,7 +68,7 @@ class Seat:
         """The engine is gone."""
         self.pid = self.engine_id = self.beat = None
         self.replayed, self.is_holder, self.is_late = 0, False, False
-        self.is_told_to_end, self.not_restored = False, {}
+        self.is_told_to_end, self.not_restored, self.replays = False, {}, None
         self.killed_why, self.ordered_at = "", None
 
     def takes(self, pid: int) -> bool:

@@ -80,6 +80,10 @@ class Machine(Deadlines):
             self.runs.tell_again(event.slot, self.membership)
             self._go_on(now)
 
+    def replay_begins(self, event: ev.ReplayBegins) -> None:
+        """A newcomer comes to a cell of the journal."""
+        self.roster.replay_begins(event)
+
     def replayed(self, event: ev.JournalReplayed, now: float) -> None:
         """A newcomer ran the journal."""
         self.roster.replayed(event)

@@ -477,3 +477,22 @@ def test_seat_that_is_given_up(cluster):
     with pytest.raises(nbdist.RecoveryFailed, match="slot 1"):
         engines.wait_healthy(after=generation)
     assert engines.run("rank, world_size").values == {0: (0, 1)}
+
+
+def test_a_cell_that_kills_who_replays_it(cluster):
+    """Newcomers are spared it after two have died of it: the seat is filled, and says what it
+    lacks; names that all survivors hold alike are there."""
+    engines = cluster(2)
+    engines.run("y = 5")
+    engines.run(
+        "import os, signal\nx = 7\n"
+        "if rank == 1 and generation == 0:\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    for _ in range(2):
+        generation = engines.generation
+        engines.kill(1)
+        engines.wait_healthy(30, after=generation)
+        assert engines.run("rank, x, y", once=True).values == {0: (0, 7, 5), 1: (1, 7, 5)}
+        lacks = engines.status()[1].not_restored
+        assert list(lacks) == ["cell 'import os, signal'"]
+        assert "replayed no more" in lacks["cell 'import os, signal'"]

@@ -125,6 +125,18 @@ def test_a_newcomer_is_given_what_its_slot_ran(open_journal):
     assert cells(journal, slot=9) == ["all"]
 
 
+def test_a_forgotten_cell_is_given_to_nobody(open_journal):
+    """It keeps its place, so that positions hold, also for who reads the file later."""
+    journal = open_journal()
+    for cell in ("a", "b", "c"):
+        run(journal, cell)
+    journal.forget("b")
+    for known in (journal, open_journal()):
+        assert cells(known) == ["a", "c"]
+        assert cells(known, 1) == ["c"]
+        assert known.length == 3
+
+
 def test_positions_go_on_for_every_slot(open_journal):
     """A position counts all entries, also those of other slots."""
     journal = open_journal()

@@ -104,6 +104,11 @@ class World:
         self.machine.hello(event, self.now)
         return self._heard()
 
+    def replay_begins(self, slot, cell="c1"):
+        event = ev.ReplayBegins(slot=slot, pid=self.pid(slot), cell=cell, first_line="f()")
+        self.machine.replay_begins(event)
+        return self._heard()
+
     def replayed(self, slot, pid=None, *failed):
         event = ev.JournalReplayed(slot=slot, pid=pid or self.pid(slot), failed=failed)
         self.machine.replayed(event, self.now)
@@ -859,6 +864,42 @@ def test_a_seat_is_given_up_and_the_world_is_not_healthy():
     assert not world.machine.is_healthy
     assert "3 times" in view_of(world.machine).reason
     assert "SIGSEGV" in view_of(world.machine).reason
+
+
+def test_a_cell_that_ends_who_replays_it_is_forgotten():
+    """One end in its replay may be anybody's doing; with the second in a row the cell is replayed
+    no more, the seat has all its tries again, and newcomers say what they lack."""
+    world = World.running(2, max_restarts=3)
+    world.die(1)
+    world.settle()
+    for expected in ([], [do.ForgetCell("c1")]):
+        world.fork(1)
+        world.hello(1)
+        world.replay_begins(1)
+        assert world.die(1) == [*expected, do.StartEngine(1)]
+    assert world.seat(1).restarts == 1
+    world.ready(1)
+    world.settle()
+    assert world.machine.is_healthy
+    assert list(world.seat(1).not_restored) == ["cell 'f()'"]
+    assert "replayed no more" in world.seat(1).not_restored["cell 'f()'"]
+
+
+@pytest.mark.parametrize("others", ["c2", None, "by the user"])
+def test_a_cell_is_not_forgotten_for_what_it_did_not_do(others):
+    """Engines that ended in different cells, before any, or by the user's order."""
+    world = World.running(2, max_restarts=5)
+    world.die(1)
+    world.settle()
+    for cell in ("c1", others):
+        world.fork(1)
+        world.hello(1)
+        if cell == "by the user":
+            world.replay_begins(1, "c1")
+            world.seat(1).killed_why = "ordered by the user"
+        elif cell:
+            world.replay_begins(1, cell)
+        assert world.die(1) == [do.StartEngine(1)]
 
 
 def test_a_seat_that_was_given_up_gets_another_try_and_forgets_its_past():
