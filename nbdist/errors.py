@@ -200,10 +200,9 @@ class EngineDied(CellFailed):
 def guess_cause(signal: str | None) -> str:
     """What most likely lies behind a signal, in words; empty where nothing can be said."""
     return {
-        "SIGKILL": "killed from outside: often the system, out of memory",
-        "SIGSEGV": "a native extension read memory that is not its own; "
-        "its stack is in the slot's log",
-        "SIGABRT": "a native library gave up; its message is in the slot's log",
+        "SIGKILL": "by the system that ran out of memory, by somebody, or by its own code",
+        "SIGSEGV": "a native extension read memory that is not its own",
+        "SIGABRT": "a native library gave up",
         "SIGTERM": "asked to end from outside",
         "SIGBUS": "often /dev/shm or a mapped file that is full or was cut short",
     }.get(signal or "", "")

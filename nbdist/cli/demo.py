@@ -6,6 +6,7 @@ report and the record of the run are. Exit code 1 if a check failed.
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--report",
-        type=Path,
+        type=_writable,
         default=Path("nbdist-report.html"),
         metavar="FILE.html",
         help="where the report goes, and beside it FILE.jsonl, the record of the run; "
@@ -49,6 +50,14 @@ def run(options: Namespace) -> int:
     return MainJob(
         num_engines=options.num_engines, num_steps=options.num_steps, report=options.report
     ).run()
+
+
+def _writable(text: str) -> Path:
+    """A file to be written when all is over: better to know now that it cannot be."""
+    path = Path(text)
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ArgumentTypeError(f"{text!r}: no file can be written there")
+    return path
 
 
 def _at_least(least: int, what: str, text: str) -> int:

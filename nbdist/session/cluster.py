@@ -270,7 +270,7 @@ class Cluster:
             after: a generation that must be passed.
 
         Raises:
-            RecoveryFailed: it cannot become healthy.
+            RecoveryFailed, WrongState: it cannot become healthy; the latter by policy shrink.
             TimeoutError: it did not in time; the message says what is missing.
         """
         deadline = time.monotonic() + timeout

@@ -111,7 +111,7 @@ class CellResult:
     """
 
     outputs: Mapping[int, str]
-    packed: Mapping[int, Mapping[str, str]]
+    packed: Mapping[int, Mapping[str, str]] = field(repr=False)
     generation: int
     seconds: float
     notes: Sequence[str] = ()

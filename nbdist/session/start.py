@@ -54,7 +54,8 @@ def start(
     except BaseException:
         cluster.shutdown()
         raise
-    atexit.register(cluster.shutdown)
+    if not config.keep:
+        atexit.register(cluster.shutdown)
     cluster.on_shutdown = _forget
     _current = cluster
     return cluster

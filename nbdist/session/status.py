@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import RecoveryFailed, TargetError
+from nbdist.errors import RecoveryFailed, TargetError, WrongState
 
 if TYPE_CHECKING:
     from nbdist.protocol import orders as od
@@ -76,10 +76,15 @@ def is_healthy(view: od.WorldView, after: int | None) -> bool:
 
     Raises:
         RecoveryFailed: it cannot come to that.
+        WrongState: a seat stays empty until somebody scales.
     """
     given_up = any(seat.state == "given up" for seat in view.seats)
     if view.phase == "failed" or (view.phase == "running" and given_up and not view.healthy):
         raise RecoveryFailed(view.reason)
+    empty = [f"slot {seat.slot}" for seat in view.seats if seat.state == "empty"]
+    if view.phase == "running" and empty:
+        how = f"%dist_scale {view.size} fills it" if len(empty) == 1 else "%dist_scale fills them"
+        raise WrongState(f"{', '.join(empty)}: left empty, as policy shrink wants it; {how}")
     return view.healthy and (after is None or view.membership.generation > after)
 
 

@@ -82,4 +82,6 @@ def last_words(log: str, num_lines: int = 8) -> tuple[str, ...]:
     if not crash:
         return tuple(log.splitlines()[-num_lines:])
     head = before.splitlines()[-num_lines // 2 :]
-    return (*head, *(crash + stack).splitlines()[:num_lines])
+    what, _, threads = (crash + stack).partition("\n")
+    _, current, own = threads.partition("Current thread")  # others may stand before it
+    return (*head, what, *(current + own or threads).strip().splitlines()[:num_lines])

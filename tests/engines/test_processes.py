@@ -239,13 +239,17 @@ def test_killed_kernel_with_the_usual_lease(kernel, gone):
     gone(path, processes, 20)
 
 
-def test_kept_cluster_outlives_its_kernel(kernel, until):
-    """With `keep=True` the engines stay when the kernel is killed, until somebody cleans up what
-    was kept."""
+@pytest.mark.parametrize("end", ["killed", "ends"])
+def test_kept_cluster_outlives_its_kernel(kernel, until, end):
+    """With `keep=True` the engines stay when the kernel is killed or ends by itself, until somebody
+    cleans up what was kept."""
     notebook = kernel()
     path = notebook.start(2, lease_s=LEASE_S, keep=True)
     engines = notebook.ask("[s.pid for s in c.status()]")
-    os.kill(notebook.pid, signal.SIGKILL)
+    if end == "killed":
+        os.kill(notebook.pid, signal.SIGKILL)
+    else:
+        notebook.process.stdin.close()
     notebook.process.wait(5)
     time.sleep(LEASE_S + 1)  # what must not happen would have happened by then
     assert {*engines} < {p.pid for p in of(path)}

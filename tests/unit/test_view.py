@@ -172,6 +172,20 @@ def test_the_last_words_are_the_end_of_the_log():
     assert last_words("") == ()
 
 
+def test_the_last_words_of_a_crash_are_those_of_the_thread_that_crashed():
+    """Other threads may stand before it in the log; what was loaded stands after it."""
+    log = (
+        "Fatal Python error: Segmentation fault\n\n"
+        "Thread 0x1 (most recent call first):\n  File poll\n\n"
+        "Current thread 0x2 (most recent call first):\n  File culprit\n"
+    )
+    assert last_words(log, 3) == (
+        "Fatal Python error: Segmentation fault",
+        "Current thread 0x2 (most recent call first):",
+        "  File culprit",
+    )
+
+
 def test_the_last_words_of_a_crash_begin_at_its_stack():
     """What a native library said just before is shown, then the top of the stack."""
     stack = "Fatal Python error: Segmentation fault\n" + "".join(f"  File {n}\n" for n in range(20))
@@ -183,4 +197,5 @@ def test_the_last_words_of_a_crash_begin_at_its_stack():
         "  File 0",
         "  File 1",
         "  File 2",
+        "  File 3",
     )
