@@ -110,8 +110,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
-                for session in self.ask("api/sessions"):
-                    self.ask(f"api/sessions/{session['id']}", "DELETE")
+                self.end_kernels()
             self._process.terminate()
             try:
                 self._process.wait(10)
@@ -119,6 +118,11 @@ class Server:
                 self._process.kill()
                 self._process.wait()
         self._log.close()
+
+    def end_kernels(self) -> None:
+        """Shut all kernels down."""
+        for session in self.ask("api/sessions"):
+            self.ask(f"api/sessions/{session['id']}", "DELETE")
 
     def ask(self, path: str, method: str = "GET") -> Any:
         """Ask the server's own interface."""

@@ -1,6 +1,8 @@
-"""A browser and a server for tests of what a page shows; skipped where there is none."""
+"""A browser and servers for tests of what a page shows; skipped where there is no browser."""
 
 from __future__ import annotations
+
+from contextlib import ExitStack
 
 import pytest
 from lab import CHROMIUM, FLAGS, Notebook, Server, write_notebook
@@ -20,27 +22,34 @@ def browser():
 
 @pytest.fixture(scope="session")
 def server(browser, tmp_path_factory):
-    """One JupyterLab for all tests; each has a notebook of its own."""
+    """`server(app)`: one server of each kind for all tests; each test has its own notebooks."""
     assert browser
-    with Server(tmp_path_factory.mktemp("lab")) as server:
-        yield server
+
+    def start(app):
+        if app not in started:
+            started[app] = stack.enter_context(Server(tmp_path_factory.mktemp(app), app))
+        return started[app]
+
+    started = {}
+    with ExitStack() as stack:
+        yield start
 
 
 @pytest.fixture
 def notebook(server, browser, request):
-    """Opens a notebook with these cells; asks nobody outside, and ends without an error."""
+    """Opens a notebook with these cells; it asks nobody outside, and ends without an error."""
 
-    def open_notebook(*cells, size=(1400, 2000)):
+    def open_notebook(*cells, app="jupyterlab", size=(1400, 2000)):
+        home = server(app)
         name = f"{request.node.name.partition('[')[0]}.ipynb"
-        write_notebook(server.folder / name, *cells)
-        opened.append(Notebook(server, browser, name, size))
+        write_notebook(home.folder / name, *cells)
+        opened.append(Notebook(home, browser, name, size))
         return opened[-1]
 
     opened = []
     yield open_notebook
     for page in opened:
         page.close()
-    for session in server.ask("api/sessions"):
-        server.ask(f"api/sessions/{session['id']}", "DELETE")
+        page.server.end_kernels()
     assert [page.outside for page in opened] == [[]] * len(opened)
     assert [page.errors for page in opened] == [[]] * len(opened)

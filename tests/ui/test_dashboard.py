@@ -42,9 +42,10 @@ def saved_outputs(notebook, index):
     return [set(out["data"]) for out in content["cells"][index]["outputs"]]
 
 
-def test_it_lives_while_the_cell_that_shows_it_runs(notebook):
+@pytest.mark.parametrize("app", ["jupyterlab", "notebook"])
+def test_it_lives_while_the_cell_that_shows_it_runs(notebook, app):
     """Charts, frames and a button work although the kernel does nothing but compute."""
-    lab = notebook(SETUP, f"display(dashboard){BUSY}", "print(orders)")
+    lab = notebook(SETUP, f"display(dashboard){BUSY}", "print(orders)", app=app)
     lab.run(0)
     lab.run(1, wait=False)
     drawn(lab)
@@ -107,8 +108,7 @@ def test_reloaded_it_has_the_whole_history_and_freezes(notebook):
     cell = lab.page.locator(".jp-CodeCell").nth(1)
     cell.locator("img").wait_for(timeout=LIMIT_MS)
     assert outputs(lab, 1) == saved_outputs(lab, 1) == [picture]
-    for session in lab.server.ask("api/sessions"):
-        lab.server.ask(f"api/sessions/{session['id']}", "DELETE")
+    lab.server.end_kernels()
     lab.open()
     cell.locator("img").wait_for(timeout=LIMIT_MS)
 
@@ -119,8 +119,7 @@ def test_when_the_kernel_goes_the_page_keeps_a_picture(notebook):
     lab.run(0)
     lab.run(1)
     drawn(lab)
-    for session in lab.server.ask("api/sessions"):
-        lab.server.ask(f"api/sessions/{session['id']}", "DELETE")
+    lab.server.end_kernels()
     lab.page.locator(".jp-CodeCell").nth(1).locator("img").wait_for(timeout=LIMIT_MS)
     assert saved_outputs(lab, 1) == [{"text/plain", "image/png"}]
 
