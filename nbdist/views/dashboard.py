@@ -77,7 +77,18 @@ class Feed(Protocol):
         """All that there is to know, as one frame; None: nothing. May wait."""
 
 
-class Dashboard(anywidget.AnyWidget):
+class Widget(anywidget.AnyWidget):
+    """What is stored of a dashboard with a notebook: no data, and of the code the least."""
+
+    _esm = traitlets.Unicode(widget_module()).tag(sync=True)
+    text = traitlets.Unicode(TEXT).tag(sync=True)
+    widget_id = traitlets.Unicode().tag(sync=True)
+    own_model_id = traitlets.Unicode().tag(sync=True)
+    version = traitlets.Unicode().tag(sync=True)
+    settings = traitlets.Dict().tag(sync=True)
+
+
+class Dashboard:
     """A live dashboard; show it as the last value of a cell.
 
     Args:
@@ -87,13 +98,6 @@ class Dashboard(anywidget.AnyWidget):
         views: which views, in whatever order; none: all.
         freezes: a picture takes its place when its run is over.
     """
-
-    _esm = traitlets.Unicode(widget_module()).tag(sync=True)
-    text = traitlets.Unicode(TEXT).tag(sync=True)
-    widget_id = traitlets.Unicode().tag(sync=True)
-    own_model_id = traitlets.Unicode().tag(sync=True)
-    version = traitlets.Unicode().tag(sync=True)
-    settings = traitlets.Dict().tag(sync=True)
 
     def __init__(
         self,
@@ -121,14 +125,24 @@ class Dashboard(anywidget.AnyWidget):
         self._display_id = uuid.uuid4().hex
         self._frozen: tuple[dict[str, Any], dict[str, Any]] | None = None
         """Data and metadata of the picture, once there is one."""
-        super().__init__(
-            widget_id=uuid.uuid4().hex,
-            version=bundle().version,
-            settings=_settings(self._shown_views, tuple(self._actions)),
-        )
-        self.own_model_id = self.model_id
-        self.on_msg(self._on_message)
-        _DASHBOARDS[self.widget_id] = self
+        self._widget: Widget | None = None
+        """Made when somebody looks: whoever runs notebooks unseen would store it."""
+        self._id = uuid.uuid4().hex
+
+    @property
+    def widget(self) -> Widget:
+        """What pages show; made when it is asked for first."""
+        with self._lock:
+            if self._widget is None:
+                self._widget = Widget(
+                    widget_id=self._id,
+                    version=bundle().version,
+                    settings=_settings(self._shown_views, tuple(self._actions)),
+                )
+                self._widget.own_model_id = self._widget.model_id
+                self._widget.on_msg(self._on_message)
+                _DASHBOARDS[self._id] = self
+        return self._widget
 
     # ---- showing
 
@@ -140,7 +154,7 @@ class Dashboard(anywidget.AnyWidget):
         if has_viewer():
             if self._frozen is None:
                 self._push()
-            data, metadata = self._frozen or _live(self.model_id)
+            data, metadata = self._frozen or _live(self.widget.model_id)
         else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
             self._is_unseen = True
             data, metadata = self._picture() or ({"text/plain": TEXT}, {})
@@ -148,6 +162,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _push(self) -> None:
         """Send code and frames unasked: a page that asks would wait for the cell that shows it."""
+        assert self.widget.comm  # it is there before anything is sent on it
         self._send_code()
         self._pages.expect()
         self._errands.do(self._give_snapshot)
@@ -181,8 +196,9 @@ class Dashboard(anywidget.AnyWidget):
     def close(self) -> None:
         """End it: no frame, no order, no comm."""
         self._close_feed()
-        _DASHBOARDS.pop(self.widget_id, None)
-        super().close()
+        _DASHBOARDS.pop(self._id, None)
+        if self._widget is not None:
+            self._widget.close()
 
     # ---- from the page
 
@@ -293,8 +309,9 @@ class Dashboard(anywidget.AnyWidget):
         self._tell({"type": "code", "version": code.version}, *code.buffers)
 
     def _tell(self, message: dict[str, Any], *buffers: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # the kernel is ending: its comm is closed
-            self.send(message, list(buffers))
+        if self._widget is not None:
+            with contextlib.suppress(RuntimeError):  # the kernel is ending: its comm is closed
+                self._widget.send(message, list(buffers))
 
 
 _DASHBOARDS: dict[str, Dashboard] = {}

@@ -14,7 +14,7 @@ class Page:
     def __init__(self, dashboard, monkeypatch):
         self.sent = []
         self.dashboard = dashboard
-        monkeypatch.setattr(dashboard, "send", self._take)
+        monkeypatch.setattr(dashboard.widget, "send", self._take)
         self.say(type="hello", has_code=True)
 
     def _take(self, message, buffers=None):

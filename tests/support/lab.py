@@ -145,6 +145,7 @@ class Notebook:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.route(lambda url: not url.startswith(server.url), self._refuse)
         self.open()
+        self.errors.clear()  # before a cell runs they are the application's own
 
     def _on_console(self, message: Any) -> None:
         if message.type == "error":
@@ -159,7 +160,9 @@ class Notebook:
 
     def open(self) -> None:
         """Load the page, or load it again."""
-        tree = "lab/tree" if self.server.app == "jupyterlab" else "notebooks"
+        is_lab = self.server.app == "jupyterlab"
+        # A workspace of its own: Lab opens again what the last page of a workspace had open.
+        tree = f"lab/workspaces/{self.name.partition('.')[0]}/tree" if is_lab else "notebooks"
         self.page.goto(f"{self.server.url}{tree}/{self.name}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=START_LIMIT_S * 1000)
         self.page.wait_for_function(

@@ -81,7 +81,10 @@ def made(monkeypatch):
         feed = HandFeed(options.pop("snapshot", None))
         dashboard = db.Dashboard(feed, **options)
         sent = []
-        monkeypatch.setattr(dashboard, "send", lambda m, buffers=None: sent.append((m, buffers)))
+        if viewer:
+            monkeypatch.setattr(
+                dashboard.widget, "send", lambda m, buffers=None: sent.append((m, buffers))
+            )
         monkeypatch.setattr(dashboard._errands, "do", lambda act: act())
         dashboards.append(dashboard)
         return dashboard, feed, sent
@@ -137,7 +140,7 @@ def test_a_saved_dashboard_is_small(made):
     """What a notebook stores of a widget holds no data and no BokehJS."""
     dashboard, _, _ = made()
     assert len(bd.widget_module()) <= 30_000
-    assert len(json.dumps(dashboard.get_state())) < 40_000
+    assert len(json.dumps(dashboard.widget.get_state())) < 40_000
 
 
 # ---- pages
@@ -164,7 +167,7 @@ def test_showing_pushes_code_and_frames_unasked(made, shows):
     assert feed.subscribed == [db.VIEWS]
     ((data, options),) = shows
     assert data["text/plain"] == repr(dashboard) == db.TEXT
-    assert data[db.WIDGET_VIEW]["model_id"] == dashboard.own_model_id
+    assert data[db.WIDGET_VIEW]["model_id"] == dashboard.widget.own_model_id
     assert options["display_id"]
 
 
@@ -253,8 +256,8 @@ def test_an_order_that_fails_says_why(made):
 def test_only_offered_orders_have_buttons(made):
     """The page is told which orders there are."""
     dashboard, _, _ = made(actions={"kill": print})
-    assert dashboard.settings["actions"] == ["kill"]
-    assert dashboard.settings["views"] == list(db.VIEWS)
+    assert dashboard.widget.settings["actions"] == ["kill"]
+    assert dashboard.widget.settings["views"] == list(db.VIEWS)
 
 
 # ---- what a notebook keeps
@@ -334,6 +337,7 @@ def test_unseen_notebooks_get_a_picture_and_no_frames(made, shows):
     assert sent == feed.subscribed == []
     ((data, _),) = shows
     assert set(data) == {"text/plain", "image/png"}
+    assert dashboard._widget is None
 
 
 def test_without_anything_to_show_the_text_stands(made, shows):
