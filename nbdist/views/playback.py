@@ -6,6 +6,7 @@ far as incidents and rows tell it.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from nbdist.protocol.story import RunStory
+    from nbdist.protocol.story import Evaluation, RunStory
 
 _NO_COUNTERS = fr.Counters(
     records=0,
@@ -68,10 +69,15 @@ def story_frame(story: RunStory, *, name: str, state: str, target: int | None = 
         is_live=False,
         world=_world(story),
         incidents=incidents,
-        evaluations=tuple(story.evaluations),
+        evaluations=tuple(map(_evaluated, story.evaluations)),
         counters=_NO_COUNTERS,
     )
     return fr.pack(header, _tables(story))
+
+
+def _evaluated(evaluation: Evaluation) -> fr.Evaluated:
+    metrics = {n: v if math.isfinite(v) else None for n, v in evaluation.metrics.items()}
+    return fr.Evaluated(step=evaluation.step, at=evaluation.at, metrics=metrics)
 
 
 def _world(story: RunStory) -> fr.World:

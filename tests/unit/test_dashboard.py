@@ -18,7 +18,7 @@ from synthetic import SyntheticRun
 
 from nbdist.errors import WrongState
 from nbdist.protocol import frames as fr
-from nbdist.protocol.story import ROWS, RunStory
+from nbdist.protocol.story import ROWS, Evaluation, RunStory
 from nbdist.views import bundle as bd
 from nbdist.views import dashboard as db
 from nbdist.views import pages as pg
@@ -380,6 +380,7 @@ def story(num_steps):
     return RunStory(
         title="A run",
         rows=rows,
+        evaluations=[Evaluation(step=1, at=101.0, metrics={"loss": 0.5, "odd": float("nan")})],
         series={0: {"compute_s": (rows["at"] - 0.1, np.full(num_steps, 0.5))}},
     )
 
@@ -390,6 +391,7 @@ def test_a_story_becomes_one_frame(num_steps):
     frame = story_frame(story(num_steps), name="trainer", state="finished", target=9)
     header, tables = fr.unpack(frame)
     assert (header.kind, header.is_live) == ("snapshot", False)
+    assert header.evaluations[0].metrics == {"loss": 0.5, "odd": None}
     assert (header.run.state, header.run.step, header.run.target) == ("finished", num_steps, 9)
     assert tables.get("rows", {}).get("step", np.empty(0)).tolist() == list(range(num_steps))
     if num_steps == 6:

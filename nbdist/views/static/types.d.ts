@@ -124,7 +124,7 @@ export interface Header {
   is_live: boolean;
   world: World;
   incidents: { number: number; incident: Incident }[];
-  evaluations: { step: number; at: number; metrics: Record<string, number> }[];
+  evaluations: { step: number; at: number; metrics: Record<string, number | null> }[];
   counters: Record<string, number>;
   thinned: string[];
   columns: [string, "f4" | "f8", number, number][];
