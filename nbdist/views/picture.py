@@ -42,7 +42,7 @@ _COLOURS = {
     6: "#009E73",
     8: "#8c959f",
 }
-_KINDS = {3: "forward", 4: "backward", 5: "vote", 6: "optimizer", _BUCKET: "bucket"}
+_KINDS = {8: "data", 3: "forward", 4: "backward", 5: "vote", 6: "optimizer", _BUCKET: "bucket"}
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
@@ -229,7 +229,7 @@ def _draw_sync(sheet: _Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
     zero, end = min(bar.began_at for bar in bars), max(bar.ended_at for bar in bars)
     title = f"When is each bucket summed? Step {int(last['step'])}"
     across = (0.0, (end - zero) * 1000)
-    axes = _Axes(sheet, box, title, x=across, y=(0, 1), unit="ms since the step began")
+    axes = _Axes(sheet, box, title, x=across, y=(0, 1), unit="ms")
     slots = sorted({bar.slot for bar in bars})[:_MAX_LANES]
     for lane, slot in enumerate(slots):
         top, bottom = axes.lane(lane, len(slots))
@@ -329,7 +329,8 @@ def _axes(
     known = y[np.isfinite(y.astype(float))].astype(float)
     room = 0.06 * (float(known.max() - known.min()) or 1.0)
     across = float(x.min()), float(x.max())
-    upright = float(known.min()) - room, float(known.max()) + room
+    low = float(known.min())
+    upright = low - room if low < 0 or low > room else 0.0, float(known.max()) + room
     axes = _Axes(sheet, box, title, x=across, y=upright, unit=unit)
     axes.grid()
     return axes
@@ -340,7 +341,7 @@ def _draw_keys(sheet: _Sheet, box: Box, keys: Iterable[tuple[str, str]]) -> None
     for colour, name in keys:
         sheet.bar((x, y - 4, x + 9, y + 4), colour)
         sheet.text(x + 13, y, name, size=11, colour=palette.MUTED)
-        x += 22 + 6 * len(name)
+        x += 19 + 6 * len(name)
 
 
 def _draw_nothing(sheet: _Sheet, box: Box, title: str, why: str) -> None:

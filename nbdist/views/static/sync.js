@@ -222,7 +222,7 @@ export class Sync extends Panel {
     const left = entry.slots.size > slots.length ? ` The first ${slots.length} of ${entry.slots.size} slots are shown.` : "";
     this.say(
       `${percent(hidden)} of the communication is hidden behind computing; at most ${ms(worst.exposed)} ms are in ` +
-        `the open (slot ${worst.slot}). ${buckets} buckets, ${size(worst.bytes)} together.${left} Waiting for slower slots counts; times are the host's.`,
+        `the open (slot ${worst.slot}). ${buckets} ${buckets === 1 ? "bucket" : "buckets"}, ${size(worst.bytes)} together.${left} Waiting for slower slots counts; times are the host's.`,
     );
   }
 
@@ -285,7 +285,7 @@ class Bars {
 
 function legend() {
   const made = element("span", "nbdist-legend");
-  for (const kind of [3, 4, 5, 6]) {
+  for (const kind of [8, 3, 4, 5, 6]) {
     const [what, letter, colour] = KINDS[kind];
     const item = made.appendChild(element("span", "nbdist-key", `${letter} ${what}`));
     item.style.setProperty("--nbdist-slot", colour);
