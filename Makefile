@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest
 PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/targets.py \
 	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
 	series state story view world) \
-	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/palette.py \
+	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/palette.py nbdist/views/playback.py \
 	nbdist/cli/progress.py nbdist/cli/verdicts.py
 
 # Installed once for this folder and these two files; any change of them installs again.
@@ -82,7 +82,7 @@ test-notebooks: setup ## the tutorials: every output compared with the one in th
 	$(call suite,notebooks,the tutorials)
 	$(if $(wildcard notebooks/*.ipynb),$(PYTEST) $(NBVAL) notebooks)
 
-test-ui: setup ## tests in a real browser
+test-ui: setup ## tests in a real browser: needs Chromium (Debian: apt-get install chromium)
 	$(call suite,ui,the live views)
 
 test-hosts: setup ## tests on several hosts, made of network namespaces (as root)

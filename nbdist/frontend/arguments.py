@@ -10,11 +10,13 @@ import math
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from IPython.core.error import UsageError
 from IPython.core.magic import cell_magic, line_magic
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+
+from nbdist.protocol.frames import View
 
 __all__ = [
     "as_count",
@@ -25,6 +27,7 @@ __all__ = [
     "as_seconds",
     "as_setting",
     "as_text",
+    "as_view",
     "magic",
     "option",
     "read_line",
@@ -78,6 +81,14 @@ def magic(kind: Literal["line", "cell"], *arguments: argument) -> Callable[[Meth
         return with_parser
 
     return mark
+
+
+def as_view(raw: str) -> str:
+    """A view of the dashboard."""
+    if (name := as_text(raw)) not in get_args(View):
+        message = f"{raw} is none of {', '.join(get_args(View))}"
+        raise ArgumentTypeError(message)
+    return name
 
 
 def as_text(raw: str) -> str:

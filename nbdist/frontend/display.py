@@ -34,6 +34,7 @@ __all__ = [
     "show_seats",
     "show_status",
     "show_table",
+    "show_value",
     "show_warnings",
 ]
 
@@ -140,6 +141,12 @@ def render(progress: Progress) -> str:
 def show_line(text: str) -> None:
     """Print one sentence of a magic."""
     print(text)  # noqa: T201 - the one place that prints
+
+
+def show_value(value: object) -> None:
+    """Show something that knows how to show itself."""
+    show: Callable[..., object] = display
+    show(value)
 
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -7,13 +7,22 @@ them out whatever the kernel does.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from IPython.core.magic import Magics, magics_class
 
 from nbdist.errors import WrongState
-from nbdist.frontend.arguments import as_count, as_name, as_setting, magic, option, read_line
-from nbdist.frontend.display import LiveText, is_live, show_line
+from nbdist.frontend.arguments import (
+    as_count,
+    as_name,
+    as_setting,
+    as_view,
+    magic,
+    option,
+    read_line,
+)
+from nbdist.frontend.display import LiveText, is_live, show_line, show_value
+from nbdist.protocol.frames import View
 from nbdist.session import start as session
 
 if TYPE_CHECKING:
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["RunMagics"]
 
 DEFAULT_STEPS = 100
+_VIEWS = ", ".join(get_args(View))
 SHOW_PERIOD_S = 0.5
 
 
@@ -102,6 +112,15 @@ class RunMagics(Magics):
         _current_run().set(**settings)
         changes = ", ".join(f"{name}={value:g}" for name, value in settings.items())
         show_line(f"From the next step on: {changes}.")
+
+    @magic(
+        "line",
+        option("views", nargs="*", type=as_view, metavar="VIEW", help=f"of {_VIEWS}"),
+    )
+    def dist_dashboard(self, line: str) -> None:
+        """Live views of the run that goes on, with buttons to kill and drive; none named: all."""
+        args = read_line(self.dist_dashboard, line)
+        show_value(session.current().dashboards.open(*args.views))
 
     def _follow(self, run: Run) -> None:
         """Show how far a run is, until it is over."""

@@ -24,6 +24,7 @@ from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
+from nbdist.session.dashboards import Dashboards
 from nbdist.session.feed import Feeds
 from nbdist.session.link import Link
 from nbdist.session.runs import Runs
@@ -74,8 +75,9 @@ class Cluster:
         )
         self._cells = Cells(self._link, self._client)
         self.feeds = Feeds(self._link)
-        """Where live views subscribe."""
-        self._runs = Runs(self._link.ask)
+        self.dashboards = Dashboards(self, self._link.ask)
+        """Where live views subscribe; those that are open."""
+        self._runs = Runs(self._link.ask, self.dashboards)
 
     # ---- what it is
 

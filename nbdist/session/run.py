@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 from functools import partial
@@ -21,7 +20,7 @@ from nbdist.protocol.story import RunStory
 from nbdist.session.curves import SlotCurves
 from nbdist.session.run_end import Detached, failure_of, in_brackets
 from nbdist.session.run_record import OVER, RunRecord
-from nbdist.session.status import whole_number
+from nbdist.session.status import amount, whole_number
 
 if TYPE_CHECKING:
     import os
@@ -32,9 +31,12 @@ if TYPE_CHECKING:
 
     from nbdist.protocol import orders as od
     from nbdist.protocol.events import Incident
+    from nbdist.protocol.frames import View
     from nbdist.protocol.ids import RunId
     from nbdist.protocol.story import Evaluation
+    from nbdist.session.dashboards import Dashboards
     from nbdist.views.chart import Chart
+    from nbdist.views.dashboard import Dashboard
 
     Ask = Callable[[od.KernelOrder, float | None], Any]
 
@@ -54,10 +56,13 @@ class Run:
         spec: which run.
         ask: asks the supervisor (order, timeout in seconds or None).
         generation: the group in which it begins.
+        dashboards: where its dashboards are opened.
     """
 
-    def __init__(self, spec: rn.RunSpec, ask: Ask, generation: int) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: rn.RunSpec, ask: Ask, generation: int, dashboards: Dashboards | None = None
+    ) -> None:
+        self.spec, self._dashboards = spec, dashboards
         self.target: int | None = None
         """It ends when the trainer has committed so many steps."""
         self.first_step = 0
@@ -225,6 +230,8 @@ class Run:
             raise TimeoutError(f"after {timeout:g} s, {self.summary()}; the run goes on")
         if self._gone is None:
             self.summary()  # whoever looks at it next sees its last step
+        if self._dashboards is not None:
+            self._dashboards.settle(self)  # who runs notebooks unseen looks no later than now
         self._raise_if_failed()
         return self
 
@@ -290,13 +297,7 @@ class Run:
         Args:
             lr: the base rate that the scheduler works on.
         """
-        try:
-            rate = float(lr)
-        except (TypeError, ValueError):
-            raise TypeError(f"lr={lr!r}: a number") from None
-        if isinstance(lr, bool | str) or not math.isfinite(rate) or rate < 0:
-            raise ValueError(f"lr={lr!r}: a finite number, at least 0")
-        self._ask(rn.SetRun(run=self.id, lr=rate), QUERY_LIMIT_S)
+        self._ask(rn.SetRun(run=self.id, lr=amount("lr", lr)), QUERY_LIMIT_S)
 
     def _steer(self, action: Literal["pause", "resume", "stop", "step"], steps: int = 0) -> None:
         self._ask(rn.SteerRun(run=self.id, action=action, steps=steps), None)
@@ -308,21 +309,19 @@ class Run:
         """The whole run, as a report needs it."""
         self.refresh()
         self.refresh_curves()
-        notes = [] if self._unread else list(self._curves.notes)
-        if self._record.num_missing:
-            notes.append(f"{self._record.num_missing} steps were dropped before they were read")
-        if self._unread and not self._record.has_end:
-            notes.append(f"steps after the last one here are not known: {self._unread}")
-        elif not self._record.has_end:
-            notes.append(f"the run was {self.state} when this was written")
         return RunStory(
             title=f"Run of {self._who}",
             rows=self._record.rows.copy(),
             incidents=self.incidents,
             evaluations=list(self._record.evaluations),
             series=self._curves.by_slot,
-            notes=notes,
+            notes=self._record.notes(self._curves.notes, self._unread, self.state),
         )
+
+    def dashboard(self, *views: View) -> Dashboard:
+        """Live views with buttons, none named: all. At the run's end they become a picture."""
+        assert self._dashboards is not None  # a run of a cluster has them
+        return self._dashboards.open(*views, run=self)
 
     def figure(self, name: str) -> Chart:
         """A chart over the steps, which a cell shows: "loss", "throughput" or "world"."""

@@ -49,6 +49,23 @@ class RunRecord:
         """Rows that the supervisor had dropped before they were fetched."""
         return self.num_known - self.rows.size
 
+    def notes(self, of_curves: list[str], unread: str, state: str) -> list[str]:
+        """What a reader should know.
+
+        Args:
+            of_curves: what there is to say of what each slot did.
+            unread: why the last ones could not be fetched; empty: they could.
+            state: of the run.
+        """
+        notes = [] if unread else list(of_curves)
+        if self.num_missing:
+            notes.append(f"{self.num_missing} steps were dropped before they were read")
+        if unread and not self.has_end:
+            notes.append(f"steps after the last one here are not known: {unread}")
+        elif not self.has_end:
+            notes.append(f"the run was {state} when this was written")
+        return notes
+
     def take(self, report: RunReport) -> None:
         """Add what is new; where rows were replaced, the new ones count."""
         new = np.frombuffer(report.rows, ROWS)

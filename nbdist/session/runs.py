@@ -18,6 +18,7 @@ from nbdist.session.status import whole_number
 if TYPE_CHECKING:
     from nbdist.protocol import orders as od
     from nbdist.protocol.ids import RunId
+    from nbdist.session.dashboards import Dashboards
     from nbdist.session.run import Ask
 
 BEGIN_LIMIT_S = 60.0
@@ -31,10 +32,11 @@ class Runs:
 
     Args:
         ask: asks the supervisor (order, timeout in seconds or None).
+        dashboards: where their dashboards are opened.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, ask: Ask, dashboards: Dashboards | None = None) -> None:
+        self._ask, self._dashboards = ask, dashboards
         self._runs: dict[RunId, Run] = {}
         self._generation = 0
         self._lock = threading.Lock()
@@ -82,6 +84,8 @@ class Runs:
         """Keep what there is to know: the supervisor is about to end."""
         self.cluster_gone("WrongState", "the cluster was shut down before the run was over")
         self._fetch_rest(time.monotonic() + LAST_LOOK_S)
+        if self._dashboards is not None:
+            self._dashboards.settle()
 
     def _fetch_rest(self, deadline: float) -> None:
         for run in self.all():
@@ -94,5 +98,6 @@ class Runs:
     def _run(self, spec: rn.RunSpec) -> Run:
         with self._lock:
             if spec.run not in self._runs:
-                self._runs[spec.run] = Run(spec, self._ask, self._generation)
+                run = Run(spec, self._ask, self._generation, self._dashboards)
+                self._runs[spec.run] = run
             return self._runs[spec.run]

@@ -158,6 +158,22 @@ def chosen_ranks(ranks: object, world_size: int) -> tuple[int, ...]:
     return chosen
 
 
+def amount(name: str, value: object) -> float:
+    """A finite number of at least 0.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is another one; the messages name the argument.
+    """
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={value!r}: a number") from None
+    if isinstance(value, bool | str) or not math.isfinite(number) or number < 0:
+        raise ValueError(f"{name}={value!r}: a finite number, at least 0")
+    return number
+
+
 def whole_number(name: str, value: object) -> int:
     """An integer of at least 1.
 

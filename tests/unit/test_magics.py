@@ -26,14 +26,22 @@ from nbdist.session.outputs import CellResult, Progress, RankOutput
 from nbdist.session.run import Detached, Run
 
 LINE_MAGICS = {
-    "dist_init", "dist_kill", "dist_pause", "dist_pull", "dist_push", "dist_reset", "dist_resume",
-    "dist_scale", "dist_set", "dist_shutdown", "dist_slow", "dist_status", "dist_step", "dist_stop",
+    "dist_dashboard", "dist_init", "dist_kill", "dist_pause", "dist_pull", "dist_push",
+    "dist_reset", "dist_resume", "dist_scale", "dist_set", "dist_shutdown", "dist_slow",
+    "dist_status", "dist_step", "dist_stop",
     "dist_train", "sync",
 }  # fmt: skip
 START_DEFAULTS = {
     "devices": None, "backend": "auto", "launcher": "local", "hosts": [], "policy": "refill",
     "keep": False,
 }  # fmt: skip
+
+
+class ShownAsText:
+    """Stands for a dashboard."""
+
+    def __repr__(self):
+        return "a dashboard"
 
 
 class FakeCluster:
@@ -48,7 +56,12 @@ class FakeCluster:
         self.error = None
         self.trouble = ""
         self.runs = []
+        self.dashboards = SimpleNamespace(open=self.open_dashboard)
         self.state = "running"
+
+    def open_dashboard(self, *views):
+        self.calls.append(("dashboard", *views))
+        return ShownAsText()
 
     def train(self, name, *, steps):
         self.calls.append(("train", name, steps))
@@ -644,6 +657,20 @@ def test_every_magic_of_the_readme_can_be_pasted(shell, session, cluster, cell):
     assert cluster.calls or session.started or "status" in cell
 
 
+@pytest.mark.parametrize(
+    ("line", "call"),
+    [
+        ("%dist_dashboard", ("dashboard",)),
+        ("%dist_dashboard loss 'sync'", ("dashboard", "loss", "sync")),
+    ],
+)
+def test_the_dashboard_is_shown(shell, cluster, published, line, call):
+    """It is opened with the named views, and shown as what it is."""
+    run(shell, line)
+    assert cluster.calls == [call]
+    assert published[-1]["data"]["text/plain"] == "a dashboard"
+
+
 # ---- wrong arguments
 
 
@@ -655,6 +682,7 @@ def test_every_magic_of_the_readme_can_be_pasted(shell, session, cluster, cell):
         ("%dist_init -g 0,x", UsageError, "not a list of device numbers"),
         ("%dist_init --backend mpi", UsageError, "invalid choice: 'mpi'"),
         ("%dist_init --policy hope", UsageError, "invalid choice: 'hope'"),
+        ("%dist_dashboard map", UsageError, "map is none of overview, ranks"),
         ("%dist_init four", UsageError, "unrecognized arguments: four"),
         ("%dist_status now", UsageError, "unrecognized arguments: now"),
         ("%dist_scale 0", UsageError, "0 is not a whole number"),

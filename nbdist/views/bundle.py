@@ -1,0 +1,91 @@
+"""The code that a page needs once to draw live views: BokehJS, our modules, figures without data.
+
+Made in the kernel, once, when the first dashboard is shown. BokehJS is the installed package's own
+file, so that Python and page always agree and nothing is fetched from outside.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import bokeh
+from bokeh.embed import json_item
+from bokeh.util.paths import bokehjs_path
+
+from nbdist.views.live_figures import live_figures
+
+MODULES = (
+    "format",
+    "store",
+    "charts",
+    "panel",
+    "loss",
+    "throughput",
+    "sync",
+    "overview",
+    "ranks",
+    "membership",
+    "dashboard",
+)
+"""Each after those that it imports; the last one's `show` is what the page calls."""
+
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const|let) (\w+))", re.MULTILINE)
+_GZIP_LEVEL = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """What a page is sent."""
+
+    version: str
+    """The same for the same bytes; a page keeps one copy of each version."""
+    buffers: tuple[bytes, bytes, bytes]
+    """BokehJS, the views' module, the figures as JSON; each compressed by gzip."""
+
+
+@cache
+def bundle() -> Bundle:
+    """The code for a page; made once in a process."""
+    views = views_module()
+    figures = json.dumps({name: json_item(figure) for name, figure in live_figures().items()})
+    digest = hashlib.sha256((views + figures).encode()).hexdigest()[:12]
+    parts = (
+        (bokehjs_path() / "js" / "bokeh.min.js").read_bytes(),
+        views.encode(),
+        figures.encode(),
+    )
+    first, second, third = (gzip.compress(part, _GZIP_LEVEL, mtime=0) for part in parts)
+    return Bundle(version=f"{bokeh.__version__}-{digest}", buffers=(first, second, third))
+
+
+def widget_module() -> str:
+    """The small module that a widget carries itself."""
+    return _text("widget.js")
+
+
+def views_module() -> str:
+    """Our modules as one: a page that gets its code in a message has no place to import from.
+
+    Each becomes a function that is called once and returns what it exports.
+    """
+    styles = f"const STYLES = {json.dumps(_text('dashboard.css'))};"
+    parts = [_wrapped(name) for name in MODULES]
+    return "\n".join([styles, *parts, f"export const {{ show }} = _{MODULES[-1]};\n"])
+
+
+def _wrapped(name: str) -> str:
+    text = _text(f"{name}.js")
+    exported = ", ".join(found for _, found in _EXPORT.findall(text))
+    text = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = _\2;", text))
+    return f"const _{name} = (() => {{\n{text}\nreturn {{ {exported} }};\n}})();"
+
+
+def _text(name: str) -> str:
+    return (files("nbdist.views") / "static" / name).read_text(encoding="utf-8")

@@ -1,0 +1,370 @@
+"""The dashboard: one widget that shows a run while it goes on, and gives orders.
+
+Lives in the kernel. Frames come from the session's feed and go to the page unopened, in whatever
+thread the feed calls. What may have to wait is done in threads of the dashboard's own: orders,
+which may take as long as a recovery, and apart from them what is asked of the supervisor. The one
+thing displayed from there is the picture at the end.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import threading
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, get_args
+
+import anywidget
+import IPython.display
+import traitlets
+from IPython import get_ipython
+
+from nbdist.errors import NbdistError
+from nbdist.protocol.frames import View
+from nbdist.views import palette
+from nbdist.views.bundle import bundle, widget_module
+from nbdist.views.pages import Pages, Worker
+from nbdist.views.picture import WIDTH, picture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+log = logging.getLogger(__name__)
+
+VIEWS: tuple[View, ...] = get_args(View)
+TARGET = "nbdist.view"
+"""Name under which a page opens a comm of its own."""
+TEXT = "nbdist dashboard"
+"""Of the live widget and of the picture that takes its place: tests of notebooks compare them."""
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+class Subscription(Protocol):
+    """What the session gives for a subscription to frames. For any thread; none of these waits."""
+
+    def ack(self, seq: int) -> None:
+        """The page has this frame and those before it."""
+
+    def resync(self) -> None:
+        """Send a snapshot."""
+
+    def close(self) -> None:
+        """Send nothing more; may be called twice."""
+
+
+class Feed(Protocol):
+    """Where frames come from."""
+
+    def subscribe(
+        self,
+        views: Sequence[View],
+        take: Callable[[int, bytes], None],
+        ended: Callable[[str], None],
+    ) -> Subscription:
+        """Begin with a snapshot.
+
+        `take` is called with each frame and its number, `ended` with the reason when no more
+        frames come; from a thread that must not be kept waiting.
+        """
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing new will come, whoever asks."""
+
+    def snapshot(self) -> bytes | None:
+        """All that there is to know, as one frame; None: nothing. May wait."""
+
+
+class Widget(anywidget.AnyWidget):
+    """What is stored of a dashboard with a notebook: no data, and of the code the least."""
+
+    _esm = traitlets.Unicode(widget_module()).tag(sync=True)
+    text = traitlets.Unicode(TEXT).tag(sync=True)
+    widget_id = traitlets.Unicode().tag(sync=True)
+    own_model_id = traitlets.Unicode().tag(sync=True)
+    version = traitlets.Unicode().tag(sync=True)
+    settings = traitlets.Dict().tag(sync=True)
+
+
+class Dashboard:
+    """A live dashboard; show it as the last value of a cell.
+
+    Args:
+        feed: where frames come from.
+        actions: name of an order -> what carries it out, with the page's values as keywords. Those
+            that are missing have no buttons.
+        views: which views, in whatever order; none: all.
+        freezes: a picture takes its place when its run is over.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        *,
+        actions: Mapping[str, Callable[..., object]] | None = None,
+        views: Sequence[View] = (),
+        freezes: bool = True,
+    ) -> None:
+        self.freezes = freezes
+        self._feed, self._actions = feed, dict(actions or {})
+        self._shown_views = tuple(views or VIEWS)
+        self._pages = Pages()
+        self._lock = threading.Lock()
+        self._subscription: Subscription | None = None
+        self._is_opening = False
+        self._num_ended = 0
+        """Subscriptions that have ended by themselves."""
+        self._is_unseen = False
+        """It was displayed where nobody looks: by a command that runs notebooks."""
+        self._freezing = threading.Lock()
+        self._orders = Worker("nbdist-dashboard-orders")
+        self._errands = Worker("nbdist-dashboard-errands")
+        """Whatever else may have to wait for the supervisor."""
+        self._display_id = uuid.uuid4().hex
+        self._frozen: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """Data and metadata of the picture, once there is one."""
+        self._widget: Widget | None = None
+        """Made when somebody looks: whoever runs notebooks unseen would store it."""
+        self._id = uuid.uuid4().hex
+
+    @property
+    def widget(self) -> Widget:
+        """What pages show; made when it is asked for first."""
+        with self._lock:
+            if self._widget is None:
+                self._widget = Widget(
+                    widget_id=self._id,
+                    version=bundle().version,
+                    settings=_settings(self._shown_views, tuple(self._actions)),
+                )
+                self._widget.own_model_id = self._widget.model_id
+                self._widget.on_msg(self._on_message)
+                _DASHBOARDS[self._id] = self
+        return self._widget
+
+    # ---- showing
+
+    def __repr__(self) -> str:
+        return TEXT
+
+    def _ipython_display_(self) -> None:
+        """Show it under a name of its own, so that a picture can take its place."""
+        if has_viewer():
+            if self._frozen is None:
+                self._push()
+            data, metadata = self._frozen or _live(self.widget.model_id)
+        else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
+            self._is_unseen = True
+            data, metadata = self._picture() or ({"text/plain": TEXT}, {})
+        _show(data, metadata=metadata, display_id=self._display_id)
+
+    def _push(self) -> None:
+        """Send code and frames unasked: a page that asks would wait for the cell that shows it."""
+        assert self.widget.comm  # it is there before anything is sent on it
+        self._send_code()
+        self._pages.expect()
+        self._errands.do(self._give_snapshot)
+
+    def freeze(self) -> None:
+        """Put a picture where notebooks hold this widget; from any thread that may wait.
+
+        Where nobody looks there is nothing to replace; a page that comes later is told then.
+        """
+        if not self._is_unseen and self._pages.is_empty:
+            return
+        with self._freezing:
+            if self._frozen is not None:
+                return
+            self._frozen = self._picture()
+        if self._frozen is None:
+            return
+        data, metadata = self._frozen
+        # Reaches what the kernel's clients keep, and pages that saw the display itself; a page that
+        # was loaded again has forgotten its name, so the widget there is told too.
+        _show(data, metadata=metadata, display_id=self._display_id, update=True)
+        self._tell({"type": "freeze", "metadata": metadata, "picture": data["image/png"]})
+
+    def _picture(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        frame = self._feed.snapshot()
+        if frame is None:
+            return None
+        image = base64.b64encode(picture(frame)).decode()
+        return {"text/plain": TEXT, "image/png": image}, {"image/png": {"width": WIDTH}}
+
+    def close(self) -> None:
+        """End it: no frame, no order, no comm."""
+        self._close_feed()
+        _DASHBOARDS.pop(self._id, None)
+        if self._widget is not None:
+            self._widget.close()
+
+    # ---- from the page
+
+    def _on_message(self, _: object, message: dict[str, Any], __: object) -> None:
+        self.hear(message)
+
+    def hear(self, message: dict[str, Any], *, is_direct: bool = False) -> None:
+        """What a page says, by whatever comm, in whatever thread; waits for nobody.
+
+        `is_direct`: by a comm that is served while a cell runs.
+        """
+        kind, view = message.get("type"), str(message.get("view"))
+        if kind == "bye":
+            self._pages.leave(view)
+            if self._pages.is_empty:
+                self._close_feed()
+            return
+        self._pages.hear(view, is_direct=is_direct)
+        if kind == "hello":
+            self._greet(has_code=bool(message.get("has_code")))
+        elif kind == "order":
+            self._answer(message, "taken")
+            self._orders.do(partial(self._carry_out, message))
+        elif kind == "ack" and (subscription := self._subscription) is not None:
+            subscription.ack(int(message.get("seq", 0)))
+
+    def _greet(self, *, has_code: bool) -> None:
+        if not has_code:
+            self._send_code()
+        if self._frozen is not None:
+            data, metadata = self._frozen
+            self._tell({"type": "freeze", "metadata": metadata, "picture": data["image/png"]})
+        elif self.freezes and self._feed.is_over:
+            self._errands.do(self.freeze)
+        else:
+            self._errands.do(self._give_snapshot)
+
+    def _carry_out(self, message: dict[str, Any]) -> None:
+        own = ("type", "view", "id", "action")
+        values = {name: value for name, value in message.items() if name not in own}
+        action = str(message.get("action"))
+        try:
+            self._actions[action](**values)
+        except (NbdistError, ValueError, TypeError, KeyError, TimeoutError) as error:
+            log.warning("order %s of a dashboard: %s", action, error)
+            self._answer(message, "failed", str(error) or type(error).__name__)
+        else:
+            self._answer(message, "done")
+
+    def _answer(self, message: dict[str, Any], state: str, text: str = "") -> None:
+        # By the widget's own comm, never by the page's: the kernel sends what comes by a comm to
+        # the shell that spoke on it last.
+        self._tell({"type": "answer", "id": message.get("id"), "state": state, "text": text})
+
+    # ---- frames
+
+    def _give_snapshot(self) -> None:
+        if not self._subscribe() and (subscription := self._subscription) is not None:
+            subscription.resync()
+
+    def _subscribe(self) -> bool:
+        """Whether it began now; False: it goes on already, or cannot."""
+        with self._lock:
+            if self._subscription is not None or self._is_opening:
+                return False
+            self._is_opening = True
+            num_ended = self._num_ended
+        try:
+            # Without the lock: it may wait for the thread in which frames come.
+            subscription = self._feed.subscribe(self._shown_views, self._take, self._ended)
+        except (NbdistError, TimeoutError) as error:
+            log.warning("a dashboard has no frames: %s", error)
+            self._tell({"type": "ended", "text": str(error)})
+            return False
+        finally:
+            self._is_opening = False
+        with self._lock:
+            if self._num_ended == num_ended:
+                self._subscription = subscription
+        return True
+
+    def _take(self, seq: int, frame: bytes) -> None:
+        if self._pages.is_empty:
+            self._close_feed()
+            return
+        self._tell({"type": "frame"}, frame)
+        # Pages that cannot be heard while a cell runs are sent frames all the same, until they
+        # have been silent for too long.
+        if not self._pages.has_direct and (subscription := self._subscription) is not None:
+            subscription.ack(seq)
+
+    def _ended(self, reason: str) -> None:
+        with self._lock:
+            self._num_ended += 1
+            self._subscription = None
+        self._tell({"type": "ended", "text": reason})
+        if self.freezes and self._feed.is_over:
+            self._errands.do(self.freeze)
+
+    def _close_feed(self) -> None:
+        with self._lock:
+            subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            subscription.close()
+
+    def _send_code(self) -> None:
+        code = bundle()
+        self._tell({"type": "code", "version": code.version}, *code.buffers)
+
+    def _tell(self, message: dict[str, Any], *buffers: bytes) -> None:
+        if self._widget is not None:
+            with contextlib.suppress(RuntimeError):  # the kernel is ending: its comm is closed
+                self._widget.send(message, list(buffers))
+
+
+_DASHBOARDS: dict[str, Dashboard] = {}
+"""Those of this kernel, by the id that pages name."""
+
+
+def has_viewer() -> bool:
+    """Whether the running cell was sent by a front end, not by a command that runs notebooks."""
+    kernel = _kernel()
+    if kernel is None:
+        return False
+    request: dict[str, Any] = kernel.get_parent()
+    return bool(request.get("content", {}).get("allow_stdin"))
+
+
+def listen() -> None:
+    """Let pages open comms of their own; called once in a kernel."""
+    kernel = _kernel()
+    if kernel is not None:
+        kernel.comm_manager.register_target(TARGET, _opened)
+
+
+def _opened(comm: Any, message: dict[str, Any]) -> None:
+    """A page's own comm; in the thread of whatever shell serves it."""
+    dashboard = _DASHBOARDS.get(str(message["content"]["data"].get("widget")))
+    if dashboard is None:
+        comm.close()
+        return
+    is_direct = threading.current_thread() is not threading.main_thread()
+    comm.on_msg(lambda m: dashboard.hear(m["content"]["data"], is_direct=is_direct))
+
+
+def _kernel() -> Any:
+    return getattr(get_ipython(), "kernel", None)
+
+
+def _show(data: dict[str, Any], **options: Any) -> None:
+    display: Callable[..., object] = IPython.display.display
+    display(data, raw=True, **options)
+
+
+def _live(model_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a notebook keeps of a widget."""
+    view = {"version_major": 2, "version_minor": 1, "model_id": model_id}
+    return {"text/plain": TEXT, WIDGET_VIEW: view}, {}
+
+
+def _settings(views: tuple[View, ...], actions: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "views": list(views),
+        "actions": list(actions),
+        "colours": list(palette.SLOT_COLOURS),
+        "dashes": list(palette.DASHES),
+        "symbols": dict(palette.SYMBOLS),
+        "markers": dict(palette.MARKERS),
+    }

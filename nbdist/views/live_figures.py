@@ -1,0 +1,239 @@
+"""The charts of the live views as bokeh figures without data; the page fills their sources.
+
+Made in the kernel, once, for `views.bundle`. Colours of text and axes are the page's: it gives them
+by style variables, so that a change of theme needs a repaint only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bokeh.core.properties import field, value
+from bokeh.models import ColumnDataSource, DataRange1d, FixedTicker, HoverTool, Range1d
+from bokeh.plotting import figure as bokeh_figure
+
+from nbdist.views import palette
+
+_MARK_COLUMNS = ("x", "y", "number", "what", "colour", "marker", "ink")
+
+
+def live_figures() -> dict[str, bokeh_figure]:
+    """Name -> figure; names of sources are those that the page's views fill."""
+    return {
+        "loss": _over_steps("loss", "loss", "@loss{0.0000}"),
+        "rate": _over_steps("rate", "samples/s, all ranks", "@rate{0,0} samples/s", height=170),
+        "compute": _compute(),
+        "sync": _sync(),
+        "membership": _membership(),
+        "incidents": _incidents(),
+    }
+
+
+def _over_steps(name: str, y_label: str, tip: str, height: int = 230) -> bokeh_figure:
+    chart = _empty("step", y_label, height)
+    source = _source(name, "x", name, "step", "generation", "ranks")
+    line = chart.line("x", name, source=source, line_width=1.8, line_color=palette.SLOT_COLOURS[0])
+    tips = [("", tip), ("step", "@step"), ("ranks", "@ranks"), ("generation", "@generation")]
+    chart.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline"))
+    _marks(chart)
+    return chart
+
+
+def _marks(chart: bokeh_figure) -> None:
+    source = _source("marks", *_MARK_COLUMNS)
+    chart.vspan("x", source=source, line_color="colour", line_width=1.2, line_dash=[4, 3])
+    marks = chart.scatter(
+        "x",
+        "y",
+        source=source,
+        marker=field("marker"),
+        size=11,
+        fill_color="colour",
+        line_color=None,
+    )
+    chart.text(
+        "x",
+        "y",
+        "number",
+        source=source,
+        x_offset=8,
+        text_baseline="middle",
+        text_color="ink",
+        **_TEXT,
+    )
+    chart.add_tools(HoverTool(renderers=[marks], tooltips=[("incident", "@number"), ("", "@what")]))
+
+
+def _compute() -> bokeh_figure:
+    chart = _empty("step", "compute, ms", 170)
+    source = _source("compute", "xs", "ys", "colour", "dash", "slot")
+    lines = chart.multi_line(
+        "xs", "ys", source=source, line_color="colour", line_dash=field("dash"), line_width=1.5
+    )
+    heat = _source("heat", "left", "right", "bottom", "top", "colour", "slot", "ms")
+    cells = chart.quad(
+        left="left",
+        right="right",
+        bottom="bottom",
+        top="top",
+        source=heat,
+        fill_color="colour",
+        line_color=None,
+    )
+    tips = [("slot", "@slot"), ("step", "$x{0}"), ("compute", "$y{0.0} ms")]
+    chart.add_tools(HoverTool(renderers=[lines], tooltips=tips))
+    chart.add_tools(
+        HoverTool(renderers=[cells], tooltips=[("slot", "@slot"), ("compute", "@ms{0.0} ms")])
+    )
+    return chart
+
+
+def _sync() -> bokeh_figure:
+    chart = _empty("ms since the step began", "", 260)
+    chart.y_range = Range1d(start=1, end=0)
+    bars = _source(
+        "bars",
+        *(
+            "left",
+            "right",
+            "bottom",
+            "top",
+            "colour",
+            "hatch",
+            "what",
+            "who",
+            "ms",
+            "size",
+            "letter",
+        ),
+        *("middle", "height"),
+    )
+    quads = chart.quad(
+        left="left",
+        right="right",
+        bottom="bottom",
+        top="top",
+        source=bars,
+        fill_color="colour",
+        line_color=None,
+        hatch_pattern=field("hatch"),
+        hatch_alpha=0.45,
+        hatch_scale=6,
+        hatch_color="white",
+    )
+    letters = _source("letters", "x", "y", "letter")
+    chart.text(
+        "x",
+        "y",
+        "letter",
+        source=letters,
+        text_align="center",
+        text_baseline="middle",
+        **{**_TEXT, "text_color": "white", "text_font_style": "bold"},
+    )
+    tips = [("", "@what"), ("", "@who"), ("takes", "@ms{0.00} ms"), ("size", "@size")]
+    chart.add_tools(HoverTool(renderers=[quads], tooltips=tips))
+    _lanes(chart)
+    return chart
+
+
+def _membership() -> bokeh_figure:
+    chart = _empty("s since the cluster began", "", 200)
+    chart.y_range = Range1d(start=1, end=0)
+    source = _source("lives", "left", "right", "bottom", "top", "colour", "hatch", "slot", "state")
+    lives = chart.quad(
+        left="left",
+        right="right",
+        bottom="bottom",
+        top="top",
+        source=source,
+        fill_color="colour",
+        line_color=None,
+        hatch_pattern=field("hatch"),
+        hatch_alpha=0.6,
+        hatch_scale=6,
+        hatch_color="gray",
+    )
+    tips = [("slot", "@slot"), ("", "@state"), ("from", "@left{0.0} s"), ("to", "@right{0.0} s")]
+    chart.add_tools(HoverTool(renderers=[lives], tooltips=tips))
+    generations = _source("generations", "x", "y", "text", "ink")
+    chart.vspan("x", source=generations, line_color="gray", line_width=1, line_dash=[2, 2])
+    chart.text(
+        "x",
+        "y",
+        "text",
+        source=generations,
+        x_offset=3,
+        text_baseline="top",
+        text_color="ink",
+        **_TEXT,
+    )
+    _lanes(chart)
+    return chart
+
+
+def _incidents() -> bokeh_figure:
+    chart = _empty("ms", "", 140)
+    chart.y_range = Range1d(start=1, end=0)
+    source = _source(
+        "parts", "left", "right", "bottom", "top", "colour", "hatch", "number", "part", "ms"
+    )
+    parts = chart.quad(
+        left="left",
+        right="right",
+        bottom="bottom",
+        top="top",
+        source=source,
+        fill_color="colour",
+        line_color=None,
+        hatch_pattern=field("hatch"),
+        hatch_alpha=0.5,
+        hatch_scale=6,
+        hatch_color="white",
+    )
+    tips = [("incident", "@number"), ("", "@part"), ("takes", "@ms{0} ms")]
+    chart.add_tools(HoverTool(renderers=[parts], tooltips=tips))
+    _lanes(chart)
+    return chart
+
+
+_TEXT: dict[str, Any] = {"text_font": value(palette.FONT), "text_font_size": "11px"}
+
+
+def _lanes(chart: bokeh_figure) -> None:
+    """Rows that have names instead of numbers; the page sets them."""
+    chart.yaxis.ticker = FixedTicker(ticks=[])
+    chart.ygrid.grid_line_color = None
+    chart.yaxis.axis_line_color = chart.yaxis.major_tick_line_color = None
+
+
+def _source(name: str, *columns: str) -> ColumnDataSource:
+    return ColumnDataSource({column: [] for column in columns}, name=name)
+
+
+def _empty(x_label: str, y_label: str, height: int) -> bokeh_figure:
+    chart = bokeh_figure(
+        height=height,
+        sizing_mode="stretch_width",
+        tools="xpan,xwheel_zoom,box_zoom,reset",
+        active_drag="box_zoom",
+        active_scroll=None,
+        x_axis_label=x_label,
+        y_axis_label=y_label,
+        x_range=DataRange1d(range_padding=0.02, only_visible=False),
+        y_range=DataRange1d(range_padding=0.1),
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
+        min_border_left=66,
+        min_border_right=12,
+    )
+    chart.toolbar.logo = None
+    chart.toolbar.autohide = True
+    for axis in chart.axis:
+        axis.minor_tick_line_color = None
+        axis.axis_label_text_font = axis.major_label_text_font = palette.FONT
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
+    chart.xgrid.grid_line_color = None
+    return chart

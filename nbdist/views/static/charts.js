@@ -1,0 +1,120 @@
+// A bokeh figure on the page: filled by us, drawn only while it is seen.
+
+/** One look for a slot everywhere. */
+export class Look {
+  /** @param {import("./types").Settings} settings @param {HTMLElement} box */
+  constructor(settings, box) {
+    this.settings = settings;
+    this.box = box;
+  }
+
+  /** Black is for light pages only: on dark ones it is the colour of text. @param {number} slot */
+  colour(slot) {
+    const { colours } = this.settings;
+    const colour = colours[slot % colours.length];
+    return colour === "#000000" ? this.text : colour;
+  }
+
+  /** @param {number} slot */
+  dash(slot) {
+    const { colours, dashes } = this.settings;
+    return dashes[Math.floor(slot / colours.length) % dashes.length];
+  }
+
+  get text() {
+    return getComputedStyle(this.box).color || "#1b1f24";
+  }
+
+  get ground() {
+    return getComputedStyle(this.box).getPropertyValue("--nbdist-ground").trim() || "#ffffff";
+  }
+
+  /** Cividis at 0 … 1, by eleven of its colours. @param {number} share */
+  heat(share) {
+    const scale = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74"];
+    scale.push("#c3b369", "#e1cc55", "#fee838");
+    return scale[Math.max(0, Math.min(9, Math.round(share * 9)))];
+  }
+}
+
+export class Chart {
+  /**
+   * @param {import("./types").Code} code @param {string} name of the figure
+   * @param {HTMLElement} place in which it is drawn
+   */
+  constructor(code, name, place) {
+    this.code = code;
+    this.place = place;
+    this.item = code.figures[name];
+    /** @type {any} */ this.views = null;
+    /** @type {any} */ this.document = null;
+    /** @type {Record<string, any>} */ this.sources = {};
+    /** @type {any} */ this.figure = null;
+    this.isMounting = false;
+  }
+
+  /** BokehJS lays out badly at size 0: called when the place is seen. */
+  async mount() {
+    if (this.isMounting) return;
+    this.isMounting = true;
+    this.views = await this.code.Bokeh.embed.embed_item(this.item, this.place);
+    this.figure = this.views.roots[0].model;
+    this.document = this.figure.document;
+    for (const model of this.document.all_models) {
+      if (model.type === "ColumnDataSource" && model.name) this.sources[model.name] = model;
+    }
+  }
+
+  get isReady() {
+    return this.document !== null;
+  }
+
+  /** @param {string} source @param {Record<string, ArrayLike<unknown>>} columns */
+  set(source, columns) {
+    this.sources[source].data = columns;
+  }
+
+  /**
+   * Rows from the top, each with a name.
+   * @param {string[]} names @param {number} each height in pixels @param {number} [head] rows free above
+   */
+  lanes(names, each, head = 0) {
+    this.figure.y_range.setv({ start: Math.max(1, names.length), end: -head });
+    const axis = this.figure.left[0];
+    const ticks = names.map((_, i) => i + 0.5);
+    axis.ticker.ticks = ticks;
+    axis.major_label_overrides = new Map(names.map((name, i) => [ticks[i], name]));
+    const height = Math.round(60 + (names.length + head) * each);
+    if (this.figure.height !== height) this.figure.height = height;
+  }
+
+  /** @param {number} start @param {number} end */
+  range(start, end) {
+    this.figure.x_range.setv({ start, end });
+  }
+
+  repaint() {
+    if (!this.views) return;
+    for (const view of this.views.query((/** @type {any} */ v) => v.model.type === "Figure")) {
+      view.request_paint();
+    }
+  }
+
+  /** @returns {HTMLCanvasElement | null} */
+  picture() {
+    if (!this.views) return null;
+    const [view] = [...this.views.query((/** @type {any} */ v) => v.model.type === "Figure")];
+    return view.export("png", true).canvas;
+  }
+
+  /** Else `Bokeh.documents` keeps it for ever. */
+  dispose() {
+    if (!this.document) return;
+    const documents = this.code.Bokeh.documents;
+    const place = documents.indexOf(this.document);
+    this.document.clear();
+    if (place >= 0) documents.splice(place, 1);
+    this.document = null;
+    this.views = null;
+  }
+}

@@ -1,0 +1,170 @@
+// All views of one dashboard: lays them out, feeds them, draws what is seen.
+
+import { Look } from "./charts.js";
+import { element, number } from "./format.js";
+import { Loss } from "./loss.js";
+import { Membership } from "./membership.js";
+import { Overview } from "./overview.js";
+import { Ranks } from "./ranks.js";
+import { Store } from "./store.js";
+import { Sync } from "./sync.js";
+import { Throughput } from "./throughput.js";
+
+const PANELS = /** @type {const} */ ({
+  sync: Sync,
+  throughput: Throughput,
+  loss: Loss,
+  membership: Membership,
+});
+const GAP = 8;
+
+/** Implements `Shown` of types.d.ts. */
+class Dashboard {
+  /** @param {HTMLElement} box @param {import("./types").Code} code @param {import("./types").Host} host */
+  constructor(box, code, host) {
+    this.store = new Store();
+    this.box = box;
+    this.style = document.head.appendChild(element("style"));
+    this.style.textContent = STYLES;
+    const { settings } = host;
+    const shows = (/** @type {string} */ name) => settings.views.includes(name);
+    this.look = new Look(settings, box);
+    this.overview = shows("overview") ? new Overview(box) : null;
+    this.ranks = shows("ranks") ? new Ranks(box, this.look, host.order, settings.actions) : null;
+    const grid = box.appendChild(element("div", "nbdist-grid"));
+    this.panels = Object.entries(PANELS)
+      .filter(([name]) => shows(name))
+      .map(([, kind]) => new kind(grid, code, this.look));
+    this.missing = box.appendChild(element("p", "nbdist-missing"));
+    /** @type {Set<Element>} */ this.seen = new Set();
+    this.frame = 0;
+    this.isDisposed = false;
+    this.watchVisibility();
+    this.watchTheme();
+  }
+
+  /** Windowed notebooks detach what is off screen, hidden tabs have size 0: draw what is seen. */
+  watchVisibility() {
+    this.visibility = new IntersectionObserver((entries) => {
+      for (const entry of entries) {
+        if (entry.isIntersecting) this.seen.add(entry.target);
+        else this.seen.delete(entry.target);
+      }
+      void this.mountSeen();
+      this.schedule();
+    });
+    for (const target of [this.box, ...this.panels.map((panel) => panel.root)]) {
+      this.visibility.observe(target);
+    }
+    this.onVisible = () => this.schedule();
+    document.addEventListener("visibilitychange", this.onVisible);
+  }
+
+  async mountSeen() {
+    for (const panel of this.panels) {
+      if (this.isDisposed) return;
+      if (!this.seen.has(panel.root) || panel.isReady) continue;
+      await panel.mount();
+      this.schedule();
+    }
+  }
+
+  watchTheme() {
+    this.theme = new MutationObserver(() => {
+      for (const panel of this.panels) for (const chart of panel.charts) chart.repaint();
+      this.schedule();
+    });
+    this.theme.observe(document.body, {
+      attributes: true,
+      attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "class"],
+    });
+  }
+
+  /** @param {import("./types").Frame} frame */
+  take(frame) {
+    this.store.take(frame);
+    this.schedule();
+  }
+
+  /** At most once in an animation frame, and only while the page is looked at. */
+  schedule() {
+    if (this.frame || document.hidden || this.isDisposed || !this.store.header) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = 0;
+      this.draw();
+    });
+  }
+
+  draw() {
+    if (this.isDisposed || !this.seen.has(this.box)) return;
+    this.overview?.update(this.store);
+    this.ranks?.update(this.store);
+    for (const panel of this.panels) if (this.seen.has(panel.root)) panel.update(this.store);
+    const { missing = 0, dropped = 0, delayed = 0 } = this.store.header?.counters ?? {};
+    const lost = Math.max(missing, dropped);
+    const words = [lost ? `${number(lost)} telemetry records were lost` : "", delayed ? `${number(delayed)} frames waited for this page` : ""];
+    const text = words.filter(Boolean).join("; ");
+    if (this.missing.textContent !== text) this.missing.textContent = text;
+  }
+
+  /** @param {{id: string, state: string, text: string}} message */
+  answer(message) {
+    this.ranks?.orders.answer(message);
+  }
+
+  /** The kernel is gone: nobody takes orders. */
+  cut() {
+    this.ranks?.cut();
+  }
+
+  get isOver() {
+    return this.store.isOver;
+  }
+
+  /** How old what is shown is. @param {number} age in s */
+  setAge(age) {
+    const text = this.isOver ? "" : age < 2 ? "live" : `${Math.round(age)} s old`;
+    for (const panel of this.panels) panel.setAge(text);
+  }
+
+  /** All charts on one canvas. @returns {HTMLCanvasElement | null} */
+  picture() {
+    const { ground, text } = this.look;
+    const parts = this.panels.map((panel) => panel.picture(ground, text));
+    const canvases = parts.flatMap((part) => (part ? [part] : []));
+    if (!canvases.length) return null;
+    const made = document.createElement("canvas");
+    made.width = Math.max(...canvases.map((canvas) => canvas.width));
+    made.height = canvases.reduce((sum, canvas) => sum + canvas.height + GAP, 0);
+    const pen = made.getContext("2d");
+    if (!pen) return null;
+    pen.fillStyle = ground;
+    pen.fillRect(0, 0, made.width, made.height);
+    let y = 0;
+    for (const canvas of canvases) {
+      pen.drawImage(canvas, 0, y);
+      y += canvas.height + GAP;
+    }
+    return made;
+  }
+
+  dispose() {
+    this.isDisposed = true;
+    cancelAnimationFrame(this.frame);
+    this.visibility?.disconnect();
+    this.theme?.disconnect();
+    if (this.onVisible) document.removeEventListener("visibilitychange", this.onVisible);
+    this.ranks?.orders.dispose();
+    for (const panel of this.panels) panel.dispose();
+    this.style.remove();
+  }
+}
+
+/**
+ * Called by the page once the code is there.
+ * @param {HTMLElement} box @param {import("./types").Code} code @param {import("./types").Host} host
+ * @returns {Promise<import("./types").Shown>}
+ */
+export async function show(box, code, host) {
+  return new Dashboard(box, code, host);
+}

@@ -1,0 +1,84 @@
+// Numbers, durations and small pieces of a page. Pure, but for `element`.
+
+export const NONE = "–";
+
+/** @param {number | null | undefined} value @param {number} [digits] @returns {string} */
+export function number(value, digits = 0) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
+  return new Intl.NumberFormat(undefined, {
+    minimumFractionDigits: digits,
+    maximumFractionDigits: digits,
+  }).format(value);
+}
+
+/** A duration in ms. @param {number | null | undefined} seconds @returns {string} */
+export function ms(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
+  const value = seconds * 1000;
+  return number(value, value < 10 ? 2 : value < 100 ? 1 : 0);
+}
+
+/** A loss: enough digits to see it move. @param {number | null | undefined} value */
+export function lossText(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
+  return Math.abs(value) >= 1000 || (Math.abs(value) < 0.001 && value !== 0)
+    ? value.toExponential(2)
+    : number(value, 3);
+}
+
+/** @param {number} bytes @returns {string} */
+export function size(bytes) {
+  if (!Number.isFinite(bytes) || bytes <= 0) return NONE;
+  if (bytes >= 2 ** 30) return `${number(bytes / 2 ** 30, 2)} GiB`;
+  return bytes >= 2 ** 20 ? `${number(bytes / 2 ** 20, 1)} MiB` : `${number(bytes / 1024, 1)} KiB`;
+}
+
+/** @param {number} share of one @returns {string} */
+export function percent(share) {
+  return Number.isFinite(share) ? `${number(share * 100)} %` : NONE;
+}
+
+/** Of the finite ones; NaN where there is none. @param {Iterable<number>} values */
+export function median(values) {
+  const known = [...values].filter(Number.isFinite).sort((a, b) => a - b);
+  if (!known.length) return NaN;
+  const half = known.length >> 1;
+  return known.length % 2 ? known[half] : (known[half - 1] + known[half]) / 2;
+}
+
+/** Parts of time that belong to at least one of the spans. @param {[number, number][]} spans */
+export function union(spans) {
+  const sorted = spans.filter(([a, b]) => b > a).sort((x, y) => x[0] - y[0]);
+  /** @type {[number, number][]} */
+  const joined = [];
+  for (const [start, end] of sorted) {
+    const last = joined[joined.length - 1];
+    if (last && start <= last[1]) last[1] = Math.max(last[1], end);
+    else joined.push([start, end]);
+  }
+  return joined;
+}
+
+/** @param {[number, number][]} spans apart from one another */
+export function total(spans) {
+  return spans.reduce((sum, [start, end]) => sum + end - start, 0);
+}
+
+/** Time that two unions have in common. @param {[number, number][]} a @param {[number, number][]} b */
+export function common(a, b) {
+  let sum = 0;
+  for (const [s, e] of a) for (const [t, f] of b) sum += Math.max(0, Math.min(e, f) - Math.max(s, t));
+  return sum;
+}
+
+/**
+ * @template {keyof HTMLElementTagNameMap} T
+ * @param {T} tag @param {string} [className] @param {string} [text]
+ * @returns {HTMLElementTagNameMap[T]}
+ */
+export function element(tag, className = "", text = "") {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}

@@ -1,0 +1,109 @@
+// Loss over steps, samples or seconds.
+
+import { element, lossText, NONE, number } from "./format.js";
+import { Panel } from "./panel.js";
+
+/** @typedef {import("./store.js").Store} Store */
+
+const MAX_TABLE_ROWS = 60;
+
+/**
+ * A line and a numbered marker for each incident.
+ * @param {Store} store @param {import("./charts.js").Look} look @param {number} height at which markers stand
+ * @param {ArrayLike<number>} x of each committed step
+ */
+export function marks(store, look, height, x) {
+  /** @type {Record<string, (string | number)[]>} */
+  const columns = { x: [], y: [], number: [], what: [], colour: [], marker: [], ink: [] };
+  const steps = store.rows.get("step");
+  for (const [count, incident] of store.incidents) {
+    const step = store.place(incident);
+    if (step === null || !steps.length) continue;
+    let place = 0;
+    while (place < steps.length - 1 && steps[place] < step) place++;
+    columns.x.push(x[place]);
+    columns.y.push(height);
+    columns.number.push(`${count}`);
+    columns.what.push(`${incident.kind}: slot ${incident.slots.join(", ")}; ${incident.cause}`);
+    columns.colour.push(incident.slots.length ? look.colour(incident.slots[0]) : "gray");
+    columns.ink.push(look.text);
+    columns.marker.push(look.settings.markers[incident.kind] ?? "circle");
+  }
+  return columns;
+}
+
+export class Loss extends Panel {
+  /** @param {HTMLElement} parent @param {import("./types").Code} code @param {import("./charts.js").Look} look */
+  constructor(parent, code, look) {
+    super({
+      parent,
+      code,
+      name: "loss",
+      question: "Is it learning, and did recovery disturb it?",
+      figures: ["loss"],
+    });
+    this.look = look;
+    const label = this.tools.appendChild(element("label", "", "over "));
+    this.over = label.appendChild(element("select"));
+    for (const name of ["steps", "samples", "seconds"]) this.over.append(new Option(name));
+    this.over.addEventListener("change", () => this.store && this.update(this.store));
+    this.twin = () => this.numbers();
+  }
+
+  /** @param {Store} store */
+  x(store) {
+    const { rows } = store;
+    if (this.over.value === "steps") return rows.get("step");
+    if (this.over.value === "seconds") return rows.get("at").map((at) => at - rows.get("at")[0]);
+    let sum = 0;
+    return rows.get("samples").map((n) => (sum += n));
+  }
+
+  /** @param {Store} store */
+  update(store) {
+    this.store = store;
+    const { rows } = store;
+    if (!rows.length) {
+      const none = store.run ? "No step is committed yet." : "No run has begun: %dist_train begins one.";
+      this.explain(`${none} The loss comes with the first committed step.`);
+      return;
+    }
+    this.explain("");
+    const losses = rows.get("loss");
+    const known = losses.filter(Number.isFinite);
+    const bad = losses.findIndex((value) => !Number.isFinite(value));
+    const wild = bad < 0 ? "" : ` It is not a number from step ${number(rows.get("step")[bad])} on.`;
+    const repeated = [...store.incidents.values()].reduce((sum, i) => sum + i.samples_lost + i.samples_repeated, 0);
+    this.say(
+      `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${number(rows.length)} steps; ` +
+        `${store.incidents.size} incidents, ${number(repeated)} samples lost or repeated.${wild}`,
+    );
+    this.fillTwin();
+    if (!this.isReady) return;
+    const [chart] = this.charts;
+    const x = this.x(store);
+    chart.figure.below[0].axis_label = this.over.value === "steps" ? "step" : this.over.value;
+    const shown = { x, loss: losses, step: rows.get("step") };
+    chart.set("loss", { ...shown, generation: rows.get("generation"), ranks: rows.get("world_size") });
+    chart.set("marks", marks(store, this.look, known.length ? Math.max(...known) : 1, x));
+  }
+
+  /** @returns {import("./panel.js").Twin} */
+  numbers() {
+    const header = ["step", "loss", "samples", "ms", "lr", "ranks", "generation"];
+    const rows = this.store?.rows;
+    if (!rows) return { header, rows: [] };
+    const stride = Math.max(1, Math.ceil(rows.length / MAX_TABLE_ROWS));
+    const places = [...Array(rows.length).keys()].filter((i) => i % stride === 0 || i === rows.length - 1);
+    const texts = places.map((i) => [
+      number(rows.get("step")[i]),
+      lossText(rows.get("loss")[i]),
+      number(rows.get("samples")[i]),
+      number(rows.get("seconds")[i] * 1000),
+      Number.isFinite(rows.get("lr")[i]) ? rows.get("lr")[i].toPrecision(3) : NONE,
+      number(rows.get("world_size")[i]),
+      number(rows.get("generation")[i]),
+    ]);
+    return { header, rows: texts.reverse() };
+  }
+}

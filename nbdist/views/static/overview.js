@@ -1,0 +1,103 @@
+// The overview card: six numbers that say how the run stands.
+
+import { element, lossText, median, NONE, number, percent, size } from "./format.js";
+import { shares } from "./sync.js";
+import { verdict } from "./throughput.js";
+
+/** @typedef {import("./store.js").Store} Store */
+
+const RECENT_STEPS = 20;
+const PHASE_WORDS = { running: "whole", forming: "forming", restoring: "restoring" };
+
+/** Samples a second over the last steps, stalls included. @param {Store} store */
+export function pace(store) {
+  const seconds = store.rows.get("seconds").slice(-RECENT_STEPS);
+  const samples = store.rows.get("samples").slice(-RECENT_STEPS);
+  const time = seconds.reduce((sum, s) => sum + s, 0);
+  return time > 0 ? samples.reduce((sum, n) => sum + n, 0) / time : NaN;
+}
+
+export class Overview {
+  /** @param {HTMLElement} parent */
+  constructor(parent) {
+    this.root = parent.appendChild(element("section", "nbdist-overview"));
+    this.root.setAttribute("aria-label", "How does the run stand?");
+    this.chip = this.root.appendChild(element("div", "nbdist-chip"));
+    this.cards = this.root.appendChild(element("div", "nbdist-cards"));
+    /** @type {Map<string, {value: HTMLElement, detail: HTMLElement}>} */ this.shown = new Map();
+    for (const name of ["step", "loss", "pace", "ranks", "overlap", "slowest", "memory"]) {
+      const card = this.cards.appendChild(element("div", `nbdist-card nbdist-card-${name}`));
+      const label = card.appendChild(element("div", "nbdist-label"));
+      const value = card.appendChild(element("div", "nbdist-value", NONE));
+      const detail = card.appendChild(element("div", "nbdist-detail"));
+      label.textContent = LABELS[name];
+      this.shown.set(name, { value, detail });
+    }
+    this.spark = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    this.spark.setAttribute("class", "nbdist-spark");
+    this.spark.setAttribute("viewBox", "0 0 100 24");
+    this.spark.setAttribute("preserveAspectRatio", "none");
+    this.spark.setAttribute("aria-hidden", "true");
+    this.path = this.spark.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
+    this.cards.querySelector(".nbdist-card-loss")?.append(this.spark);
+  }
+
+  /** @param {string} name @param {string} value @param {string} detail */
+  set(name, value, detail) {
+    const card = this.shown.get(name);
+    if (!card) return;
+    if (card.value.textContent !== value) card.value.textContent = value;
+    if (card.detail.textContent !== detail) card.detail.textContent = detail;
+  }
+
+  /** @param {Store} store */
+  update(store) {
+    const { world, run, rows } = store;
+    if (!world) return;
+    const state = run ? run.state : "no run";
+    const phase = PHASE_WORDS[/** @type {keyof PHASE_WORDS} */ (world.phase)] ?? world.phase;
+    const reason = run?.fault || (world.healthy ? "" : world.reason);
+    this.chip.dataset.state = world.phase === "running" ? state : world.phase;
+    this.chip.textContent = `${state} · the group is ${phase}${reason ? ` · ${reason}` : ""}`;
+    const losses = rows.get("loss");
+    const first = losses.length ? `from ${lossText(losses[0])}` : "no step is committed yet";
+    this.set("step", run ? number(run.step) : NONE, run ? `of ${number(run.target)}` : "no run");
+    this.set("loss", lossText(losses[losses.length - 1]), first);
+    this.set("pace", number(pace(store)), "samples/s, all ranks");
+    this.set("ranks", `${world.world_size}`, `of ${world.size}; generation ${world.generation}`);
+    const overlap = shares(store);
+    this.set("overlap", percent(overlap.hidden), overlap.why);
+    const slow = verdict(store);
+    this.set("slowest", slow.name, slow.detail);
+    const used = world.seats.map((seat) => seat.memory_bytes).filter((bytes) => bytes > 0);
+    const most = used.length ? Math.max(...used) : NaN;
+    const owner = world.seats.find((seat) => seat.memory_bytes === most);
+    this.set("memory", size(most), owner ? `slot ${owner.slot}; usual ${size(median(used))}` : "");
+    this.drawSpark(losses);
+  }
+
+  /** @param {Float64Array} losses */
+  drawSpark(losses) {
+    const stride = Math.max(1, Math.ceil(losses.length / 100));
+    const known = losses.filter((value, i) => i % stride === 0 && Number.isFinite(value));
+    if (known.length < 2) return this.path.setAttribute("d", "");
+    const low = Math.min(...known);
+    const height = Math.max(...known) - low || 1;
+    const points = [...known].map((value, i) => {
+      const x = (100 * i) / (known.length - 1);
+      return `${x.toFixed(1)} ${(23 - (22 * (value - low)) / height).toFixed(1)}`;
+    });
+    this.path.setAttribute("d", `M${points.join("L")}`);
+  }
+}
+
+/** @type {Record<string, string>} */
+const LABELS = {
+  step: "steps committed",
+  loss: "loss",
+  pace: "throughput",
+  ranks: "ranks",
+  overlap: "sync hidden",
+  slowest: "slowest",
+  memory: "most memory",
+};

@@ -1,0 +1,138 @@
+// What the page knows of a cluster: the frames put together. No drawing.
+
+/** @typedef {import("./types").Columns} Columns */
+
+const MAX_ROWS = 8000;
+const MAX_STEPS = 24000;
+const MAX_DETAILS = 8000;
+
+/** Numbers in columns; grows at its end and forgets at its beginning. */
+export class Table {
+  /** @param {number} limit rows that are kept */
+  constructor(limit) {
+    this.limit = limit;
+    this.length = 0;
+    /** @type {Record<string, Float64Array>} */ this.columns = {};
+  }
+
+  /** @param {string} name @returns {Float64Array} */
+  get(name) {
+    return this.columns[name] ?? new Float64Array(0);
+  }
+
+  /** @param {Columns | undefined} added */
+  append(added) {
+    const names = Object.keys(added ?? {});
+    if (!added || !names.length) return;
+    const count = added[names[0]].length;
+    const kept = Math.max(0, Math.min(this.length, this.limit - count));
+    for (const name of names) {
+      const next = new Float64Array(kept + Math.min(count, this.limit));
+      next.set(this.get(name).subarray(this.length - kept));
+      next.set(added[name].subarray(Math.max(0, count - this.limit)), kept);
+      this.columns[name] = next;
+    }
+    this.length = kept + Math.min(count, this.limit);
+  }
+
+  /** @param {number} length */
+  cut(length) {
+    for (const name of Object.keys(this.columns)) {
+      this.columns[name] = this.columns[name].subarray(0, length);
+    }
+    this.length = Math.min(this.length, length);
+  }
+}
+
+/** Everything that views draw from. */
+export class Store {
+  constructor() {
+    this.rows = new Table(MAX_ROWS);
+    this.steps = new Table(MAX_STEPS);
+    this.buckets = new Table(MAX_DETAILS);
+    this.spans = new Table(MAX_DETAILS);
+    this.seats = new Table(MAX_ROWS);
+    this.phases = new Table(MAX_ROWS);
+    /** @type {Map<number, import("./types").Incident>} */ this.incidents = new Map();
+    /** @type {import("./types").Header["evaluations"]} */ this.evaluations = [];
+    /** @type {import("./types").Header | null} */ this.header = null;
+  }
+
+  /** @param {import("./types").Frame} frame */
+  take({ header, tables }) {
+    if (header.kind === "snapshot") Object.assign(this, new Store());
+    this.header = header;
+    for (const { number, incident } of header.incidents) this.incidents.set(number, incident);
+    this.evaluations.push(...header.evaluations);
+    this.takeRows(tables.rows);
+    for (const name of /** @type {const} */ (["steps", "buckets", "spans", "seats", "phases"])) {
+      this[name].append(tables[name]);
+    }
+  }
+
+  /** A step that is committed again stands over the earlier row, and what followed that one. */
+  takeRows(/** @type {Columns | undefined} */ added) {
+    if (!added?.step?.length) return;
+    /** @type {number[]} */
+    const places = [];
+    let least = Infinity;
+    for (let i = added.step.length - 1; i >= 0; i--) {
+      if (added.step[i] >= least) continue;
+      places.push(i);
+      least = added.step[i];
+    }
+    places.reverse();
+    const known = this.rows.get("step");
+    let kept = this.rows.length;
+    while (kept && known[kept - 1] >= least) kept--;
+    if (kept < this.rows.length) this.rows.cut(kept);
+    const isWhole = places.length === added.step.length;
+    const chosen = Object.entries(added).map(([name, values]) => [
+      name,
+      isWhole ? values : Float64Array.from(places, (i) => values[i]),
+    ]);
+    this.rows.append(Object.fromEntries(chosen));
+  }
+
+  get world() {
+    return this.header?.world ?? null;
+  }
+
+  get run() {
+    return this.header?.run ?? null;
+  }
+
+  get now() {
+    return this.header?.clock_s ?? 0;
+  }
+
+  /** A run that is over, or a cluster that ended: nothing new will come. */
+  get isOver() {
+    const state = this.run?.state ?? "";
+    return !this.header?.is_live || ["finished", "stopped", "failed"].includes(state);
+  }
+
+  /** When the cluster's story begins. */
+  get began() {
+    return this.phases.get("at")[0] ?? this.seats.get("at")[0] ?? this.rows.get("at")[0] ?? this.now;
+  }
+
+  /** Slots that anything is known of, in order. @returns {number[]} */
+  get slots() {
+    const found = new Set(this.world?.seats.map((seat) => seat.slot) ?? []);
+    for (const slot of this.steps.get("slot")) found.add(slot);
+    for (const slot of this.seats.get("slot")) found.add(slot);
+    return [...found].sort((a, b) => a - b);
+  }
+
+  /** The step at which an incident belongs: its own, or the first of the generation after it. */
+  place(/** @type {import("./types").Incident} */ incident) {
+    if (incident.step !== null) return incident.step;
+    if (incident.generation_after === null) return null;
+    const generations = this.rows.get("generation");
+    for (let i = 0; i < generations.length; i++) {
+      if (generations[i] >= incident.generation_after) return this.rows.get("step")[i];
+    }
+    return null;
+  }
+}

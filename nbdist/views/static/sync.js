@@ -1,0 +1,296 @@
+// Gradient sync: when each bucket is reduced, and whether the backward hides it.
+
+import { common, element, median, ms, NONE, number, percent, size, total, union } from "./format.js";
+import { Panel } from "./panel.js";
+
+/** @typedef {import("./store.js").Store} Store */
+/** @typedef {[number, number]} Interval */
+
+const FORWARD = 3;
+const BACKWARD = 4;
+const KINDS = /** @type {Record<number, [string, string, string, string]>} */ ({
+  3: ["forward", "F", "#56B4E9", " "],
+  4: ["backward", "B", "#0072B2", " "],
+  5: ["vote", "V", "#CC79A7", "."],
+  6: ["optimizer", "O", "#009E73", " "],
+  7: ["evaluation", "E", "#F0E442", "."],
+  8: ["waiting for data", "D", "#8c959f", "."],
+  9: ["checkpoint", "C", "#8c959f", " "],
+});
+const BUCKET_COLOUR = "#D55E00";
+const RECENT_STEPS = 20;
+const LETTER_SHARE = 0.03;
+const MAX_LANES = 16;
+const LANES_PX = 300;
+
+/** What one slot did in one attempt at a step. */
+class Part {
+  constructor() {
+    /** @type {{kind: number, ident: number, from: number, to: number}[]} */ this.spans = [];
+    /** @type {{bucket: number, ready: number, from: number, to: number, bytes: number}[]} */
+    this.buckets = [];
+  }
+
+  get began() {
+    const starts = [...this.spans, ...this.buckets].map((part) => part.from);
+    return Math.min(...starts);
+  }
+
+  /** Communication, how much of it the slot's own computing hid, and what was left. */
+  measure() {
+    const sums = union(this.buckets.map((b) => /** @type {Interval} */ ([b.from, b.to])));
+    const own = this.spans.filter((s) => s.kind === FORWARD || s.kind === BACKWARD);
+    const computing = union(own.map((s) => /** @type {Interval} */ ([s.from, s.to])));
+    const all = total(sums);
+    const hidden = common(sums, computing);
+    const ready = this.buckets.map((b) => b.ready);
+    const done = this.buckets.map((b) => b.to);
+    return {
+      all,
+      hidden: all > 0 ? hidden / all : NaN,
+      exposed: all - hidden,
+      queue: median(this.buckets.map((b) => b.from - b.ready)),
+      tail: ready.length ? Math.max(0, Math.max(...done) - Math.max(...ready)) : NaN,
+      bytes: this.buckets.reduce((sum, b) => sum + b.bytes, 0),
+    };
+  }
+}
+
+/** Attempts at steps of which buckets are known, oldest first. @param {Store} store */
+export function attempts(store) {
+  /** @type {Map<string, {step: number, generation: number, attempt: number, slots: Map<number, Part>}>} */
+  const found = new Map();
+  /** @param {import("./store.js").Table} table @param {number} i @param {boolean} adds */
+  const part = (table, i, adds) => {
+    const [step, generation, attempt] = ["step", "generation", "attempt"].map((n) => table.get(n)[i]);
+    const key = `${generation}:${step}:${attempt}`;
+    let entry = found.get(key);
+    if (!entry) {
+      if (!adds) return null;
+      entry = { step, generation, attempt, slots: new Map() };
+      found.set(key, entry);
+    }
+    const slot = table.get("slot")[i];
+    let own = entry.slots.get(slot);
+    if (!own) entry.slots.set(slot, (own = new Part()));
+    return own;
+  };
+  const { buckets, spans } = store;
+  for (let i = 0; i < buckets.length; i++) {
+    part(buckets, i, true)?.buckets.push({
+      bucket: buckets.get("bucket")[i],
+      ready: buckets.get("ready_at")[i],
+      from: buckets.get("launch_at")[i],
+      to: buckets.get("done_at")[i],
+      bytes: buckets.get("size_bytes")[i],
+    });
+  }
+  for (let i = 0; i < spans.length; i++) {
+    part(spans, i, false)?.spans.push({
+      kind: spans.get("kind")[i],
+      ident: spans.get("ident")[i],
+      from: spans.get("began_at")[i],
+      to: spans.get("ended_at")[i],
+    });
+  }
+  return [...found.values()];
+}
+
+/** Over the last steps and all slots: the share of communication that was hidden. @param {Store} store */
+export function shares(store) {
+  if ((store.world?.world_size ?? 0) < 2) return { hidden: NaN, why: "one rank: nothing to sum" };
+  const parts = attempts(store).slice(-RECENT_STEPS).flatMap((entry) => [...entry.slots.values()]);
+  const measured = parts.map((part) => part.measure());
+  const all = measured.reduce((sum, m) => sum + m.all, 0);
+  if (!(all > 0)) return { hidden: NaN, why: "no bucket yet" };
+  const exposed = measured.reduce((sum, m) => sum + m.exposed, 0);
+  const each = ms(median(measured.map((m) => m.exposed)));
+  return { hidden: 1 - exposed / all, why: `${each} ms in the open, a step` };
+}
+
+export class Sync extends Panel {
+  /** @param {HTMLElement} parent @param {import("./types").Code} code @param {import("./charts.js").Look} look */
+  constructor(parent, code, look) {
+    super({
+      parent,
+      code,
+      name: "sync",
+      question: "When is each bucket summed, and does the backward hide it?",
+      figures: ["sync"],
+    });
+    this.look = look;
+    /** @type {string | null} */ this.pinned = null;
+    /** @type {ReturnType<typeof attempts>} */ this.known = [];
+    this.button(this.tools, "‹", "The step before", () => this.move(-1));
+    this.label = this.tools.appendChild(element("span", "nbdist-step"));
+    this.button(this.tools, "›", "The step after", () => this.move(1));
+    this.follow = this.button(this.tools, "Newest", "Follow the newest step", () => this.pin(null));
+    this.tools.append(legend());
+    this.root.tabIndex = 0;
+    this.root.addEventListener("keydown", (event) => {
+      if (event.target !== this.root) return;
+      if (event.key === "ArrowLeft") this.move(-1);
+      else if (event.key === "ArrowRight") this.move(1);
+      else if (event.key === "l") this.pin(null);
+      else return;
+      event.preventDefault();
+    });
+    this.twin = () => this.numbers();
+  }
+
+  /** @param {{step: number, generation: number, attempt: number}} entry */
+  static key(entry) {
+    return `${entry.generation}:${entry.step}:${entry.attempt}`;
+  }
+
+  get chosen() {
+    const pinned = this.known.find((entry) => Sync.key(entry) === this.pinned);
+    return pinned ?? this.known[this.known.length - 1];
+  }
+
+  /** @param {string | null} key */
+  pin(key) {
+    this.pinned = key;
+    this.draw();
+  }
+
+  /** @param {number} by */
+  move(by) {
+    const place = this.known.indexOf(this.chosen) + by;
+    if (place >= 0 && place < this.known.length) this.pin(Sync.key(this.known[place]));
+  }
+
+  /** @param {Store} store */
+  update(store) {
+    this.store = store;
+    this.known = attempts(store);
+    if (!this.known.length) {
+      const alone = (store.world?.world_size ?? 0) < 2;
+      this.explain(
+        alone
+          ? "One rank has nobody to sum its gradients with: there is no gradient sync."
+          : "No bucket of gradients has been summed yet. Buckets come with a trainer that uses data parallelism.",
+      );
+      return;
+    }
+    this.explain("");
+    if (this.isReady && !this.pinned) this.draw();
+    this.fillTwin();
+  }
+
+  draw() {
+    const entry = this.chosen;
+    if (!entry || !this.isReady) return;
+    const [chart] = this.charts;
+    const slots = [...entry.slots.keys()].sort((a, b) => a - b).slice(0, MAX_LANES);
+    const begins = slots.map((slot) => entry.slots.get(slot)?.began ?? Infinity);
+    const zero = Math.min(...begins);
+    const bars = new Bars();
+    let end = 0;
+    slots.forEach((slot, lane) => {
+      const part = entry.slots.get(slot);
+      if (!part) return;
+      for (const span of part.spans) {
+        const [what, letter, colour, hatch] = KINDS[span.kind] ?? [`kind ${span.kind}`, "", "#8c959f", " "];
+        const name = span.kind <= BACKWARD && span.ident >= 0 ? `${what}, micro-batch ${span.ident}` : what;
+        bars.add(span.from - zero, span.to - zero, lane + 0.08, 0.4, colour, hatch, name, slot, letter, NONE);
+        end = Math.max(end, span.to - zero);
+      }
+      for (const b of part.buckets) {
+        const from = b.from - zero;
+        bars.add(from, b.to - zero, lane + 0.52, 0.38, BUCKET_COLOUR, "/", `bucket ${b.bucket}`, slot, `${b.bucket}`, size(b.bytes));
+        end = Math.max(end, b.to - zero);
+      }
+    });
+    const each = Math.max(20, Math.min(44, Math.round(LANES_PX / slots.length)));
+    chart.lanes(slots.map((slot) => `slot ${slot}`), each);
+    chart.set("bars", bars.columns);
+    chart.set("letters", bars.letters(end * 1000 * LETTER_SHARE));
+    chart.range(0, Math.max(end * 1000, 0.001) * 1.01);
+    this.sum(entry, slots);
+  }
+
+  /** @param {ReturnType<typeof attempts>[0]} entry @param {number[]} slots */
+  sum(entry, slots) {
+    const again = entry.attempt ? `, attempt ${entry.attempt + 1}` : "";
+    this.label.textContent = `step ${number(entry.step)}${again}`;
+    this.follow.disabled = !this.pinned;
+    const measured = slots.map((slot) => ({ slot, ...(entry.slots.get(slot) ?? new Part()).measure() }));
+    const worst = measured.reduce((a, b) => (b.exposed > a.exposed ? b : a), measured[0]);
+    const hidden = median(measured.map((m) => m.hidden));
+    const buckets = Math.max(...slots.map((slot) => entry.slots.get(slot)?.buckets.length ?? 0));
+    const left = entry.slots.size > slots.length ? ` The first ${slots.length} of ${entry.slots.size} slots are shown.` : "";
+    this.say(
+      `${percent(hidden)} of the communication is hidden behind computing; at most ${ms(worst.exposed)} ms are in ` +
+        `the open (slot ${worst.slot}). ${buckets} ${buckets === 1 ? "bucket" : "buckets"}, ${size(worst.bytes)} together.${left} Waiting for slower slots counts; times are the host's.`,
+    );
+  }
+
+  /** @returns {import("./panel.js").Twin} */
+  numbers() {
+    const entry = this.chosen;
+    const header = ["slot", "buckets", "size", "communication ms", "hidden", "in the open ms", "queue ms", "tail ms"];
+    const slots = entry ? [...entry.slots.keys()].sort((a, b) => a - b) : [];
+    const rows = slots.map((slot) => {
+      const part = entry.slots.get(slot) ?? new Part();
+      const m = part.measure();
+      return [
+        `${slot}`,
+        `${part.buckets.length}`,
+        size(m.bytes),
+        ms(m.all),
+        percent(m.hidden),
+        ms(m.exposed),
+        ms(m.queue),
+        ms(m.tail),
+      ];
+    });
+    return { header, rows };
+  }
+}
+
+/** Bars of the timeline, in ms. */
+class Bars {
+  constructor() {
+    /** @type {Record<string, (number | string)[]>} */
+    this.columns = { left: [], right: [], bottom: [], top: [], colour: [], hatch: [], what: [], who: [] };
+    Object.assign(this.columns, { ms: [], size: [], letter: [] });
+  }
+
+  /**
+   * @param {number} from @param {number} to @param {number} top @param {number} height @param {string} colour
+   * @param {string} hatch @param {string} what @param {number} slot @param {string} letter @param {string} bytes
+   */
+  add(from, to, top, height, colour, hatch, what, slot, letter, bytes) {
+    const { columns } = this;
+    const values = { left: from * 1000, right: to * 1000, bottom: top + height, top, colour, hatch };
+    const more = { what, who: `slot ${slot}`, ms: (to - from) * 1000, size: bytes, letter };
+    for (const [name, value] of Object.entries({ ...values, ...more })) columns[name].push(value);
+  }
+
+  /** Names of the bars that have room for one. @param {number} room */
+  letters(room) {
+    const { left, right, top, bottom, letter } = this.columns;
+    /** @type {{x: number[], y: number[], letter: (string | number)[]}} */
+    const found = { x: [], y: [], letter: [] };
+    left.forEach((from, i) => {
+      if (Number(right[i]) - Number(from) < room) return;
+      found.x.push((Number(from) + Number(right[i])) / 2);
+      found.y.push((Number(top[i]) + Number(bottom[i])) / 2);
+      found.letter.push(letter[i]);
+    });
+    return found;
+  }
+}
+
+function legend() {
+  const made = element("span", "nbdist-legend");
+  for (const kind of [8, 3, 4, 5, 6]) {
+    const [what, letter, colour] = KINDS[kind];
+    const item = made.appendChild(element("span", "nbdist-key", `${letter} ${what}`));
+    item.style.setProperty("--nbdist-slot", colour);
+  }
+  const item = made.appendChild(element("span", "nbdist-key nbdist-hatched", "n bucket being summed"));
+  item.style.setProperty("--nbdist-slot", BUCKET_COLOUR);
+  return made;
+}

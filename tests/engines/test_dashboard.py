@@ -1,0 +1,62 @@
+"""A dashboard of real engines, with a made-up page: frames, orders, the picture at the end."""
+
+from __future__ import annotations
+
+import training
+
+from nbdist.protocol.frames import unpack
+from nbdist.views import dashboard as db
+
+
+class Page:
+    """What a page is sent, and says."""
+
+    def __init__(self, dashboard, monkeypatch):
+        self.sent = []
+        self.dashboard = dashboard
+        monkeypatch.setattr(dashboard.widget, "send", self._take)
+        self.say(type="hello", has_code=True)
+
+    def _take(self, message, buffers=None):
+        self.sent.append((message, buffers))
+
+    def say(self, **message):
+        self.dashboard.hear({"view": "page"} | message)
+
+    @property
+    def headers(self):
+        return [unpack(b[0])[0] for message, b in list(self.sent) if message["type"] == "frame"]
+
+    def answers(self, number):
+        return [m["state"] for m, _ in list(self.sent) if m.get("id") == number]
+
+
+def test_a_kill_from_the_page_and_the_picture_at_the_end(cluster, until, monkeypatch):
+    """The button's engine dies and is replaced, an old one's button does nothing; the run's last
+    steps are seen, and then a picture takes the dashboard's place."""
+    shown = []
+    monkeypatch.setattr(db, "_show", lambda data, **_: shown.append(data))
+    engines = cluster(2)
+    engines.run(training.CELL)
+    run = engines.train("trainer", steps=400)
+    page = Page(run.dashboard("overview", "loss", "ranks"), monkeypatch)
+    until(lambda: page.headers and page.headers[-1].run.step > 20, 20, "steps are seen")
+    seat = page.headers[-1].world.seats[1]
+    order = {"type": "order", "action": "kill", "slot": seat.slot, "pid": seat.pid, "factor": 5}
+    page.say(id=1, **order)
+    until(lambda: page.answers(1)[-1] == "done", 20, "the kill is done")
+    until(lambda: page.headers[-1].world.healthy and page.headers[-1].world.generation > 1, 20, "")
+    page.say(id=2, **order)
+    until(lambda: page.answers(2)[-1] == "failed", 20, "nobody else is killed")
+    page.say(type="order", id=3, action="pause")
+    until(lambda: page.answers(3)[-1] == "done", 20, "the run stands")
+    assert run.state == "paused"
+    page.say(type="order", id=4, action="resume")
+    run.wait(60)
+    until(lambda: page.headers[-1].run.step == 400, 20, "the last step is seen")
+    until(lambda: shown, 20, "a picture is shown")
+    assert set(shown[0]) == {"text/plain", "image/png"}
+    assert len(shown) == 1
+    assert [m["type"] for m, _ in page.sent].count("freeze") == 1
+    incidents = {n.number: n.incident.kind for h in page.headers for n in h.incidents}
+    assert sorted(incidents.values()) == ["joined", "lost"]
