@@ -6,7 +6,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-from nbdist.bench import emission, first_cell, lifetime, loss, recovery, roundtrip, steps
+from nbdist.bench import emission, first_cell, lifetime, loss, recovery, roundtrip, steps, views
 from nbdist.errors import NbdistError
 from nbdist.session.start import start
 
@@ -45,6 +45,8 @@ def _play_round(number: int, plan: Plan, samples: Samples) -> None:
         emission.measure(samples)
     if plan.wants("steps"):
         steps.measure(plan.num_blocks, samples)
+    if plan.wants("views"):
+        views.measure(plan.num_blocks // 2, samples)
     if plan.wants("recovery"):
         recovery.kill(number, plan.num_kills_in_run, samples)
         recovery.scale(samples)

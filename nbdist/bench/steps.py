@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from nbdist.session.cluster import Cluster
 
 _NUM_RANKS = 2
-_NUM_STEPS = 100
+NUM_STEPS = 100
 """Measured together."""
 _LIMIT_S = 60.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 """The first as torchrun has it, the second as engines do."""
-_CELL = """
+TRAINER = """
 from torch.utils.data import TensorDataset
 from nbdist.bench.plain_ddp import GLOBAL_BATCH, LEARNING_RATE, tensors
 from nbdist.train import Trainer, bench_model
@@ -41,18 +41,18 @@ trainer = Trainer(
 def measure(num_blocks: int, samples: Samples) -> None:
     """Seconds a step, each block of a run between two of the script."""
     with start(_NUM_RANKS, threads_per_engine=1) as cluster, _plain() as train_plain:
-        cluster.run(_CELL)
+        cluster.run(TRAINER)
         train_plain()  # once unmeasured, as the run
-        _train(cluster)
+        train(cluster)
         for number in range(num_blocks):
-            before, ours, after = train_plain(), _train(cluster), train_plain()
+            before, ours, after = train_plain(), train(cluster), train_plain()
             samples.add_reference("plain step", before, after, number=number)
             samples.add("run step", ours)
 
 
-def _train(cluster: Cluster) -> float:
+def train(cluster: Cluster, num_steps: int = NUM_STEPS) -> float:
     """Seconds a step, as the run's history has them; its first also waits for the run to begin."""
-    run = cluster.train("trainer", steps=_NUM_STEPS + 1)
+    run = cluster.train("trainer", steps=num_steps + 1)
     return float(run.wait(_LIMIT_S).history["seconds"][1:].mean())
 
 
@@ -66,7 +66,7 @@ def _plain() -> Iterator[Callable[[], float]]:
         def train() -> float:
             for rank in ranks:
                 assert rank.stdin is not None
-                rank.stdin.write(f"{_NUM_STEPS}\n")
+                rank.stdin.write(f"{NUM_STEPS}\n")
                 rank.stdin.flush()
             return float(max(_answer(rank) for rank in ranks))
 

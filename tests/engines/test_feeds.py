@@ -17,33 +17,6 @@ NAMED_S = 4 * 5.0
 COST = 1.25
 """Of a step's median with all views on, of one without, on a machine that others use too."""
 ALL = ("overview", "ranks", "loss", "throughput", "sync", "membership")
-SLEEPING = """
-class Sleeps(torch.utils.data.Dataset):
-    '''The model's work is a rest: on a busy machine too the ranks are equally quick.'''
-
-    def __len__(self):
-        return 4096
-
-    def __getitem__(self, index):
-        return torch.ones(4), torch.ones(1)
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def forward(self, x):
-        time.sleep(0.02)
-        return self.layer(x)
-
-import time
-from nbdist.train import DataParallel, Trainer
-trainer = Trainer(
-    model=Model, optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
-    loss=torch.nn.functional.mse_loss, data=Sleeps(), global_batch=60, seed=0,
-    strategy=DataParallel(),
-)
-"""
 
 
 class Client:
@@ -170,7 +143,7 @@ def test_a_slow_rank_is_named(cluster, until):
     """The rank that the others wait for is the one that was made slow; the status says so; its
     successor on the seat is as quick as the others."""
     engines = cluster(3)
-    engines.run(SLEEPING)
+    engines.run(training.SLEEPING)
     client = Client(engines, views=("throughput",))
     run = engines.train("trainer", steps=100_000)
     until(lambda: len(client.table("steps").get("step", ())) > 30, 20, "steps are seen")

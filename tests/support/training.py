@@ -59,6 +59,34 @@ def make(**more):
 trainer = make()
 """
 
+SLEEPING = """
+class Sleeps(torch.utils.data.Dataset):
+    '''The model's work is a rest: on a busy machine too the ranks are equally quick.'''
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        return torch.ones(4), torch.ones(1)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return self.layer(x)
+
+import time
+from nbdist.train import DataParallel, Trainer
+trainer = Trainer(
+    model=Model, optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+    loss=torch.nn.functional.mse_loss, data=Sleeps(), global_batch=60, seed=0,
+    strategy=DataParallel(),
+)
+"""
+
 
 def undisturbed(engines, steps, make="make()"):
     """Losses of a run of the same seed in which nothing happens."""
