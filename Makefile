@@ -32,7 +32,7 @@ NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/nbval
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup demo test lab lint types imports sizes test-unit test-engines test-faults \
-	test-notebooks test-ui test-hosts test-gpu notebooks ext docs bench soak build hooks ci clean
+	test-notebooks test-ui test-hosts test-gpu browser notebooks ext docs bench soak build hooks ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -82,7 +82,15 @@ test-notebooks: setup ## the tutorials: every output compared with the one in th
 	$(call suite,notebooks,the tutorials)
 	$(if $(wildcard notebooks/*.ipynb),$(PYTEST) $(NBVAL) notebooks)
 
-test-ui: setup ## tests in a real browser: needs Chromium (Debian: apt-get install chromium)
+browser: ## install Chromium where none is found: Debian's package, as root
+	@for name in "$$NBDIST_CHROMIUM" chromium chromium-browser google-chrome; do \
+	command -v "$${name:-no-name}" >/dev/null && exit 0; done; \
+	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	echo "Installing Chromium, for the tests in a browser." && apt-get update -qq && \
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null || \
+	echo "There is no Chromium here, and it cannot be installed: the tests in a browser are skipped."
+
+test-ui: setup browser ## tests in a real browser
 	$(call suite,ui,the live views)
 
 test-hosts: setup ## tests on several hosts, made of network namespaces (as root)
