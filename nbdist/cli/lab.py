@@ -1,4 +1,4 @@
-"""Open JupyterLab on the tutorials, or on this folder where there are none.
+"""Open JupyterLab on the first tutorial, or on this folder where there is none.
 
 What stands after `--` goes to JupyterLab: `nbdist lab -- --no-browser --port 9999`.
 """
@@ -24,23 +24,23 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> NoReturn:
     """Become JupyterLab; does not return."""
-    words = command(notebooks_folder(), options.options, is_root=os.geteuid() == 0)
+    words = command(first_tutorial(), options.options, is_root=os.geteuid() == 0)
     print(" ".join(words), flush=True)
     os.execv(words[0], words)  # noqa: S606 - our own interpreter, no shell wanted
 
 
-def command(folder: Path, options: Sequence[str], *, is_root: bool) -> list[str]:
-    """The command line that opens JupyterLab on a folder."""
-    words = [sys.executable, "-m", "jupyterlab", str(folder)]
+def command(place: Path, options: Sequence[str], *, is_root: bool) -> list[str]:
+    """The command line that opens JupyterLab on a notebook, or on a folder."""
+    words = [sys.executable, "-m", "jupyterlab", str(place)]
     if is_root and "--allow-root" not in options:
         words.append("--allow-root")
     return [*words, *options]
 
 
-def notebooks_folder() -> Path:
-    """`notebooks` here, else the checkout's, else this folder itself."""
+def first_tutorial() -> Path:
+    """The first notebook of `notebooks` here, else of the checkout, else this folder itself."""
     checkout = Path(nbdist.__file__).parents[1]
     for folder in (Path.cwd() / "notebooks", checkout / "notebooks"):
-        if folder.is_dir():
-            return folder
+        for notebook in sorted(folder.glob("*.ipynb")):
+            return notebook
     return Path.cwd()

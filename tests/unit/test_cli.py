@@ -457,22 +457,25 @@ def test_lab_allows_root_only_to_root():
 
 
 def test_lab_becomes_jupyterlab(monkeypatch, tmp_path):
-    """It opens the notebooks of this folder, with the options given."""
+    """It opens the first notebook of this folder's, with the options given."""
     (tmp_path / "notebooks").mkdir()
+    for name in ("02_b.ipynb", "01_a.ipynb"):
+        (tmp_path / "notebooks" / name).touch()
     monkeypatch.chdir(tmp_path)
     seen = []
     monkeypatch.setattr(lab.os, "execv", lambda _path, words: seen.append(words))
     monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
     options = build_parser().parse_args(["lab", "--", "--port=9", "--no-browser"])
     lab.run(options)
-    folder = str(tmp_path / "notebooks")
-    assert seen == [[sys.executable, "-m", "jupyterlab", folder, "--port=9", "--no-browser"]]
+    first = str(tmp_path / "notebooks" / "01_a.ipynb")
+    assert seen == [[sys.executable, "-m", "jupyterlab", first, "--port=9", "--no-browser"]]
 
 
-def test_lab_finds_a_folder_anywhere(monkeypatch, tmp_path):
-    """Without notebooks here, the checkout's or this folder."""
+def test_lab_finds_a_place_anywhere(monkeypatch, tmp_path):
+    """Without notebooks here, the checkout's first one or this folder."""
     monkeypatch.chdir(tmp_path)
-    assert lab.notebooks_folder() in (tmp_path, Path(lab.nbdist.__file__).parents[1] / "notebooks")
+    tutorial = Path(lab.nbdist.__file__).parents[1] / "notebooks" / "01_first_run.ipynb"
+    assert lab.first_tutorial() == (tutorial if tutorial.exists() else tmp_path)
 
 
 # ---- text

@@ -102,7 +102,7 @@ class Dashboard {
     for (const panel of this.panels) if (this.seen.has(panel.root)) panel.update(this.store);
     const { missing = 0, dropped = 0, delayed = 0 } = this.store.header?.counters ?? {};
     const lost = Math.max(missing, dropped);
-    const words = [lost ? `${number(lost)} telemetry records were lost` : "", delayed ? `${number(delayed)} frames waited for this page` : ""];
+    const words = [lost ? `${number(lost)} telemetry ${lost === 1 ? "record was" : "records were"} lost` : "", delayed ? `${number(delayed)} ${delayed === 1 ? "frame" : "frames"} waited for this page` : ""];
     const text = words.filter(Boolean).join("; ");
     if (this.missing.textContent !== text) this.missing.textContent = text;
   }
