@@ -371,6 +371,11 @@ def test_a_picture_of_a_run_is_small_and_sharp():
     assert len(data) < 80_000
 
 
+def steps_table(at):
+    table = {column: np.full(len(at), np.nan) for column in fr.TABLES["steps"]}
+    return table | {"ended_at": at, "compute_s": np.full(len(at), 0.5), "slot": np.zeros(len(at))}
+
+
 def story(num_steps):
     rows = np.zeros(num_steps, ROWS)
     rows["step"] = np.arange(num_steps)
@@ -381,7 +386,7 @@ def story(num_steps):
         title="A run",
         rows=rows,
         evaluations=[Evaluation(step=1, at=101.0, metrics={"loss": 0.5, "odd": float("nan")})],
-        series={0: {"compute_s": (rows["at"] - 0.1, np.full(num_steps, 0.5))}},
+        tables={"steps": steps_table(rows["at"])} if num_steps else {},
     )
 
 

@@ -14,11 +14,12 @@ import pytest
 from nbdist.errors import RecordUnreadable
 from nbdist.protocol.events import Incident
 from nbdist.protocol.orders import WorldView
+from nbdist.protocol.record import SCHEMA
 from nbdist.protocol.story import ROWS, Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.topology import Member, Membership
 from nbdist.supervisor.collector import Collector
-from nbdist.supervisor.record import SCHEMA, Recorder
+from nbdist.supervisor.record import Recorder
 from nbdist.supervisor.replay import read
 from nbdist.supervisor.series import Series
 

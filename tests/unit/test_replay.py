@@ -10,8 +10,9 @@ from nbdist import cli
 from nbdist.cli.seconds import lines
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import Generation
+from nbdist.protocol.record import Happened, Header, World
 from nbdist.protocol.story import ROWS
-from nbdist.supervisor.record import Happened, Header, Recorder, World
+from nbdist.supervisor.record import Recorder
 from nbdist.supervisor.replay import Replay
 from nbdist.views import report
 
