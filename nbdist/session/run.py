@@ -327,7 +327,7 @@ class Run:
         return self._dashboards.open(*views, run=self)
 
     def figure(self, name: str) -> Chart:
-        """A chart over the steps, which a cell shows: "loss", "throughput" or "world"."""
+        """A chart, which a cell shows: "loss", "throughput", "world", "sync" or "membership"."""
         from nbdist.views.chart import Chart  # noqa: PLC0415 - loads a plotting library
 
         return Chart(self.story(), name)

@@ -1,7 +1,8 @@
 """The code that a page needs once to draw views: BokehJS, our modules, figures without data.
 
-Made in the kernel, once, when the first dashboard is shown, or for a report. BokehJS is the installed package's own
-file, so that Python and page always agree and nothing is fetched from outside.
+Made in the kernel, once, when the first dashboard is shown, or for a report. BokehJS is the
+installed package's own file, so that Python and page always agree and nothing is fetched from
+outside.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 import bokeh
 from bokeh.embed import json_item
 from bokeh.util.paths import bokehjs_path
 
+from nbdist.views import palette
 from nbdist.views.live_figures import live_figures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MODULES = (
     "format",
@@ -79,6 +85,18 @@ def views_module() -> str:
 def report_module() -> str:
     """The same for a page that holds its run itself: it draws it at once."""
     return f"{_joined((*MODULES, *REPORT_MODULES))}\nvoid _report.open(Bokeh);\n"
+
+
+def settings(views: Sequence[str], actions: Sequence[str]) -> dict[str, Any]:
+    """What a page's views are told: which are wanted, what buttons there are, how things look."""
+    return {
+        "views": list(views),
+        "actions": list(actions),
+        "colours": list(palette.SLOT_COLOURS),
+        "dashes": list(palette.DASHES),
+        "symbols": dict(palette.SYMBOLS),
+        "markers": dict(palette.MARKERS),
+    }
 
 
 @cache

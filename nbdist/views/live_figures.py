@@ -36,7 +36,7 @@ def _loss() -> bokeh_figure:
         "x",
         "value",
         source=beneath,
-        line_width=4,
+        line_width=6,
         line_color=palette.REFERENCE,
         line_alpha=0.8,
         level="underlay",

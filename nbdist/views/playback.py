@@ -102,7 +102,7 @@ def _seats(story: RunStory) -> tuple[fr.Seat, ...]:
         return ()
     until = float(story.rows["at"][-1])
     found = {}
-    for place in np.flatnonzero(seats["at"] <= until).tolist():
+    for place in np.flatnonzero(seats["at"].astype(float) <= until).tolist():
         slot, rank = int(seats["slot"][place]), int(seats["rank"][place])
         found[slot] = fr.Seat(
             slot=Slot(slot),

@@ -103,17 +103,17 @@ def test_the_command_prints_run_incidents_and_notes(record, capsys):
 
 
 def test_a_report_is_written_where_one_is_wanted(record, tmp_path, monkeypatch, capsys):
-    """By whoever draws reports, from the run's story."""
+    """By whoever draws reports, from the run's story and with its record."""
     written = []
 
-    def write(path, story):
-        written.append(story.title)
+    def write(path, story, *, record):
+        written.append((story.title, record))
         return path
 
     monkeypatch.setattr(report, "write_report", write)
     out = tmp_path / "run.html"
     assert cli.main(["replay", str(record), "--report", str(out)]) == 0
-    assert written == ["a small run"]
+    assert written == [("a small run", record)]
     assert f"report: {out}" in capsys.readouterr().out
 
 

@@ -23,7 +23,7 @@ export async function open(Bokeh) {
   const frame = await held("nbdist-frame");
   const place = document.getElementById("nbdist-views");
   if (!frame || !place) return;
-  Bokeh.set_log_level("warn");
+  Bokeh.set_log_level("error"); // it warns of charts without data, which have some a moment later
   const box = element("div", "nbdist");
   const still = [...place.children];
   place.append(box);
