@@ -5,8 +5,10 @@ Called by commands, in any process. A record whose writer was killed is read as 
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.ids import Slot
     from nbdist.protocol.story import Evaluation
 
+_GZIP = b"\x1f\x8b"
 MAX_MB = 256
 """Memory for the series of a record."""
 
@@ -79,16 +82,25 @@ class Replay:
 
 
 def read(path: Path) -> Replay:
-    """Read a record.
+    """Read a record, also as a report saves it: packed by gzip.
 
     Raises:
         RecordUnreadable: it is no record, or one of a newer nbdist.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        reader = _Reader(_header(path, file.readline()))
-        for line in file:
-            reader.take(line)
+        is_packed = file.read(len(_GZIP)) == _GZIP
+        file.seek(0)
+        try:
+            return _read(path, cast("IO[bytes]", gzip.open(file)) if is_packed else file)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise RecordUnreadable(f"{path} cannot be unpacked: {error}") from error
+
+
+def _read(path: Path, file: IO[bytes]) -> Replay:
+    reader = _Reader(_header(path, file.readline()))
+    for line in file:
+        reader.take(line)
     return reader.close()
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from bokeh.util.paths import bokehjs_path
 from PIL import Image
+from stories import synthetic_story
 from synthetic import SyntheticRun
 
 from nbdist.errors import WrongState
@@ -402,6 +403,29 @@ def test_a_story_becomes_one_frame(num_steps):
     if num_steps == 6:
         assert tables["phases"]["generation"].tolist() == [1, 2]
         assert tables["steps"]["compute_s"].tolist() == [0.5] * 6
+
+
+def test_a_long_story_becomes_a_frame_of_bounded_size():
+    """Extremes stay, and the frame names the tables that were thinned out."""
+    long = story(100_000)
+    long.rows["loss"][54_321] = 99.0
+    header, tables = fr.unpack(story_frame(long))
+    assert set(header.thinned) == {"rows", "steps"}
+    assert tables["rows"]["loss"].max() == 99.0
+    assert len(tables["rows"]["step"]) <= 4_100
+    assert len(tables["steps"]["step"]) <= 12_100
+
+
+def test_a_storys_frame_tells_who_was_there_at_the_end():
+    """The members of the last group, with the memory that they held."""
+    whole = synthetic_story(SyntheticRun(length_s=20.5))  # slot 2 was lost, and is not back yet
+    memory = {"at": [1.0, 2.0], "slot": [0, 0], "rss_bytes": [5e8, 6e8], "device_bytes": [0.0, 0.0]}
+    whole.tables["memory"] = {name: np.array(values) for name, values in memory.items()}
+    header, tables = fr.unpack(story_frame(whole))
+    ranks = {seat.slot: seat.rank for seat in header.world.seats}
+    assert (ranks[0], ranks[2]) == (0, None)
+    assert header.world.seats[0].memory_bytes == 6e8
+    assert {"buckets", "spans", "seats"} <= set(tables)
 
 
 def test_a_picture_can_be_drawn_before_anything_happened():
