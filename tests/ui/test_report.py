@@ -27,7 +27,8 @@ HAS_INK = """name => {
     const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
     const seen = new Set();
     for (let i = 0; i < data.length; i += 4) {
-      if (data[i + 3] > 200) seen.add((data[i] >> 6) * 16 + (data[i + 1] >> 6) * 4 + (data[i + 2] >> 6));
+      const [red, green, blue] = [data[i] >> 6, data[i + 1] >> 6, data[i + 2] >> 6];
+      if (data[i + 3] > 200) seen.add(red * 16 + green * 4 + blue);
     }
     return seen.size >= 2;
   });
