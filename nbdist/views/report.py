@@ -50,6 +50,9 @@ MAX_RECORD_BYTES = 3_000_000
 MAX_PACKING = 12
 """A file that is so many times as large is not even tried."""
 
+MAX_KEYS = 16
+"""Of more slots the key names those only to which something happened."""
+
 _SERIES = (
     ("compute_s", "Forward and backward", 1e3, "ms"),
     ("memory_rss_bytes", "Memory of each engine", 2**-20, "MiB"),
@@ -114,7 +117,8 @@ def page(
 
 def _words(story: RunStory, checks: list[Check]) -> dict[str, Any]:
     """What the page says in words and tables."""
-    slots = sorted({*story.series, *(slot for i in story.incidents for slot in i.slots)})
+    touched = {slot for incident in story.incidents for slot in incident.slots}
+    slots = sorted(touched if len(story.series) > MAX_KEYS else {*story.series, *touched})
     kinds = {incident.kind for incident in story.incidents}
     return {
         "title": story.title,
