@@ -117,6 +117,7 @@ def test_what_slots_did_is_kept_for_the_last_steps_and_the_worst(path, made_up):
         engine = made_up(slot)
         for step in range(100):
             engine.step(step, tail_ms=9 if step == 7 else 1 + step / 1000)
+            engine.put(Kind.MEMORY_RSS, value=5e8)
             collector.take(engine.batch(), 1)
     recorder.world(view(generation=2, slots=(0,)), 3.0)
     recorder.close("finished")
@@ -129,6 +130,8 @@ def test_what_slots_did_is_kept_for_the_last_steps_and_the_worst(path, made_up):
         assert (np.diff(tables[name]["step"]) >= 0).all()
     assert len(tables["buckets"]["step"]) == len(kept) * 2 * 2
     assert sorted(tables["steps"]["step"]) == sorted([*range(100)] * 2)
+    assert set(tables["memory"]["rss_bytes"]) == {5e8}
+    assert np.isnan(tables["memory"]["device_bytes"]).all()
     assert tables["seats"]["slot"].tolist() == [0, 1, 0, 1]
     assert [STATES[int(state)] for state in tables["seats"]["state"]] == [
         *("member", "member", "member", "empty")
