@@ -6,6 +6,7 @@ notebook holds a few kilobytes of this instead.
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -28,6 +29,9 @@ __all__ = ["Chart"]
 _WIDTH, _HEIGHT = 640, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 26, 34
 _LANE = 40
+_CHARACTER = 6.6
+"""Width of one, about."""
+_LINE_CHARACTERS = 92
 _MAX_POINTS = 600
 """Of a line; of a longer one, the least and the greatest of each stretch are drawn."""
 _NUM_TICKS = 5
@@ -123,10 +127,13 @@ def _head(text: str, title: str, height: int = _HEIGHT) -> list[str]:
 def _lanes(shown: Lanes) -> list[str]:
     """Likewise, with a lane for each slot; what a bar is is told where the mouse rests."""
     if not shown.bars:
-        lines = _head(shown.sentence, "", 2 * _TOP)
-        return [*lines, f'<text x="8" y="{_TOP + 4}">{escape(shown.sentence)}</text>', "</svg>"]
+        parts = textwrap.wrap(shown.sentence, _LINE_CHARACTERS)
+        lines = _head(shown.sentence, "", _TOP + 18 * len(parts))
+        for number, part in enumerate(parts):
+            lines.append(f'<text x="8" y="{_TOP + 18 * number}">{escape(part)}</text>')
+        return [*lines, "</svg>"]
     height = _TOP + _LANE * len(shown.names) + _BOTTOM
-    lines = _head(shown.sentence, f"a lane for each slot, {shown.unit}", height)
+    lines = _head(shown.sentence, shown.unit, height)
     end = max(bar.ended for bar in shown.bars)
     x = _Scale(0, end or 1.0, _LEFT, _WIDTH - _RIGHT)
     for lane, name in enumerate(shown.names):
@@ -140,8 +147,19 @@ def _lanes(shown: Lanes) -> list[str]:
             f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{deep:.1f}" '
             f'fill="{bar.colour}"><title>{told}</title></rect>'
         )
-    lines += _ticks_below(x, height)
+    lines += [*_ticks_below(x, height), *_keys(shown)]
     return [*lines, "</svg>"]
+
+
+def _keys(shown: Lanes) -> list[str]:
+    """From the right, in the line of the title."""
+    lines, x = [], float(_WIDTH - _RIGHT)
+    for colour, what in reversed(shown.keys):
+        x -= _CHARACTER * len(what)
+        lines.append(f'<text x="{x:.0f}" y="16">{escape(what)}</text>')
+        lines.append(f'<rect x="{x - 14:.0f}" y="6" width="10" height="10" fill="{colour}"/>')
+        x -= 24
+    return lines
 
 
 def _values(story: RunStory, name: str) -> NDArray[np.float64]:

@@ -29,7 +29,7 @@ MAX_LANES = 16
 _BUCKET_COLOUR = "#D55E00"
 _AWAY_COLOUR = "#d9dce0"
 _SPANS = {
-    Kind.DATA: ("waiting for data", "#8c959f"),
+    Kind.DATA: ("data", "#8c959f"),
     Kind.FORWARD: ("forward", "#56B4E9"),
     Kind.BACKWARD: ("backward", "#0072B2"),
     Kind.VOTE: ("vote", "#CC79A7"),
@@ -62,6 +62,8 @@ class Lanes:
     """What it shows, or why it shows nothing."""
     names: tuple[str, ...] = ()
     bars: list[Bar] = field(default_factory=list)
+    keys: tuple[tuple[str, str], ...] = ()
+    """Colour and what it stands for, where slots have not their own."""
 
 
 def lanes(story: RunStory, name: str) -> Lanes:
@@ -96,7 +98,8 @@ def _sync(story: RunStory) -> Lanes:
         f"on {len(slots)} slots, {(end - first) * 1000:.1f} ms from the first that was ready to "
         "the last sum. Above computing, below communication."
     )
-    return Lanes(unit=unit, sentence=sentence, names=_names(shown), bars=bars)
+    keys = tuple((colour, what) for what, colour in (*_SPANS.values(), ("bucket", _BUCKET_COLOUR)))
+    return Lanes(unit=unit, sentence=sentence, names=_names(shown), bars=bars, keys=keys)
 
 
 def _step_bars(spans: Table, slot: int, lane: int, zero: float) -> Iterator[Bar]:
@@ -126,7 +129,7 @@ def _bar(
 
 
 def _membership(story: RunStory) -> Lanes:
-    unit, seats = "s", story.tables.get("seats")
+    unit, seats = "s since the first was there", story.tables.get("seats")
     if seats is None or not len(seats["at"]):
         sentence = "Who was in the job when is not known: the story does not tell it."
         return Lanes(unit=unit, sentence=sentence)
