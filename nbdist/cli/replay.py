@@ -41,5 +41,6 @@ def run(options: Namespace) -> int:
     if options.report is not None:
         from nbdist.views.report import write_report  # loads a plotting library
 
-        print(f"report: {write_report(options.report, replay.story())}")
+        path = write_report(options.report, replay.story(), record=options.record)
+        print(f"report: {path}")
     return 0

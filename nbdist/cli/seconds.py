@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbdist.supervisor.record import World
+    from nbdist.protocol.record import World
     from nbdist.supervisor.replay import Replay
 
 _MAX_IDLE_LINES = 3

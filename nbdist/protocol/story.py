@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from nbdist.protocol.ids import Slot
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from nbdist.protocol.events import Incident
-    from nbdist.protocol.ids import Slot
+    from nbdist.protocol.frames import Table
+
+    Curves = dict[Slot, dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]]
 
 ROWS = np.dtype(
     [
@@ -38,6 +44,10 @@ parameter group. at: when it was committed, in seconds of the host's monotonic c
 """
 
 
+OVER = ("finished", "stopped", "failed")
+"""States in which a run stays."""
+
+
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """What an evaluation at a step boundary gave."""
 
@@ -58,10 +68,42 @@ class RunStory:
     """Committed steps in the order in which they were committed, of dtype `ROWS`."""
     incidents: list[Incident] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
-    series: dict[Slot, dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]] = field(
-        default_factory=dict
-    )
+    series: Curves = field(default_factory=dict)
     """Slot -> name -> (x, y): x in seconds of the host's monotonic clock, y in the unit that the
     name ends with (`compute_s`, `memory_rss_bytes`)."""
+    state: str = ""
+    """running, paused, recovering, finished, stopped or failed; empty: not known."""
+    fault: str = ""
+    """Why it failed."""
+    tables: dict[str, Table] = field(default_factory=dict)
+    """What slots did and were, as frames tell it: those of `protocol.frames.TABLES` that are known,
+    but for `rows`. Of buckets and spans the last steps and the worst before them."""
     notes: list[str] = field(default_factory=list)
     """What the reader should know: gaps, drops, a record that was cut short."""
+
+
+_COLUMNS = {
+    "steps": ("step_s", "compute_s", "exposed_s", "wait_s", "data_s", "optimizer_s"),
+    "memory": ("rss_bytes", "device_bytes"),
+}
+_AT = {"steps": "ended_at", "memory": "at"}
+
+
+def curves_of(tables: Mapping[str, Table]) -> Curves:
+    """`RunStory.series` as far as tables of a frame tell them."""
+    curves: Curves = {}
+    for name, columns in _COLUMNS.items():
+        if name not in tables:
+            continue
+        table = tables[name]
+        slots = table["slot"].astype(np.int64)
+        for slot in np.unique(slots).tolist():
+            own = slots == slot
+            for column in columns:
+                x = table[_AT[name]][own].astype(np.float64)
+                y = table[column][own].astype(np.float64)
+                known = np.isfinite(y)
+                if known.any():
+                    full = f"memory_{column}" if name == "memory" else column
+                    curves.setdefault(Slot(slot), {})[full] = x[known], y[known]
+    return curves

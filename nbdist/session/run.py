@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from nbdist.errors import NbdistError, named_error
 from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
-from nbdist.protocol.story import RunStory
+from nbdist.protocol.story import OVER, RunStory
 from nbdist.session.curves import SlotCurves
-from nbdist.session.run_end import Detached, failure_of, in_brackets
-from nbdist.session.run_record import OVER, RunRecord
+from nbdist.session.run_end import Detached, failure_of, in_brackets, in_words
+from nbdist.session.run_record import RunRecord
 from nbdist.session.status import amount, whole_number
 
 if TYPE_CHECKING:
@@ -315,6 +315,9 @@ class Run:
             incidents=self.incidents,
             evaluations=list(self._record.evaluations),
             series=self._curves.by_slot,
+            state=self.state,
+            fault=in_words(self._view.fault if self._view is not None else None),
+            tables=dict(self._curves.tables),
             notes=self._record.notes(self._curves.notes, self._unread, self.state),
         )
 
@@ -324,7 +327,7 @@ class Run:
         return self._dashboards.open(*views, run=self)
 
     def figure(self, name: str) -> Chart:
-        """A chart over the steps, which a cell shows: "loss", "throughput" or "world"."""
+        """A chart, which a cell shows: "loss", "throughput", "world", "sync" or "membership"."""
         from nbdist.views.chart import Chart  # noqa: PLC0415 - loads a plotting library
 
         return Chart(self.story(), name)

@@ -31,9 +31,15 @@ def failure_of(fault: RunFault | None) -> NbdistError:
     return CellFailed(f"{error}{where}", {} if fault.rank is None else {rank: error})
 
 
-def in_brackets(fault: RunFault | None) -> str:
-    """A run's fault within a line about it; empty where there is none."""
+def in_words(fault: RunFault | None) -> str:
+    """A run's fault in a line; empty where there is none."""
     if fault is None:
         return ""
     first = fault.message.partition("\n")[0]
-    return f" ({fault.kind}: {first})" if first else f" ({fault.kind})"
+    return f"{fault.kind}: {first}" if first else fault.kind
+
+
+def in_brackets(fault: RunFault | None) -> str:
+    """A run's fault within a line about it; empty where there is none."""
+    words = in_words(fault)
+    return f" ({words})" if words else ""

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbdist.protocol.story import ROWS
+from nbdist.protocol.story import OVER, ROWS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from nbdist.protocol.runs import RunReport, RunState
+    from nbdist.protocol.runs import RunReport
     from nbdist.protocol.story import Evaluation
 
-OVER: tuple[RunState, ...] = ("finished", "stopped", "failed")
-"""States in which a run stays."""
 NUM_RECENT = 20
 """The pace is that of so many last steps."""
 

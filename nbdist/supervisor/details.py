@@ -1,6 +1,7 @@
 """What happened when in the last steps, as tables of spans and buckets. Pure.
 
-Of quick steps only some fit into a frame: the newest, each with all slots.
+Of quick steps only some fit into a frame: the newest, each with all slots. Of a run that is over
+the worst ones before those are told too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from nbdist.protocol.frames import TABLES
 from nbdist.protocol.telemetry import Kind
 from nbdist.supervisor.attempts import SETTLED_S
-from nbdist.supervisor.timeline import Key
+from nbdist.supervisor.timeline import NUM_WORST, Key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from nbdist.supervisor.series import Series
     from nbdist.supervisor.timeline import StepTimeline
 
+    Row = tuple[float, ...]
+    Steps = dict[Key, list[tuple[Slot, StepTimeline]]]
+
 _BUCKETS = (int(Kind.BUCKET_READY), int(Kind.BUCKET_LAUNCH), int(Kind.BUCKET_DONE))
+NUM_FIRST = 20
+"""The newest steps, for which the worst ones do not make room."""
 _FIRST = Key(-1, -1, -1)
 
 
@@ -37,45 +43,32 @@ class DetailReader:
         self._since_ns = since * 1e9
         self._last = _FIRST
 
-    def read(self, series: Series, now: float, max_rows: int) -> dict[str, Table]:
+    def read(
+        self, series: Series, now: float, max_rows: int, *, with_worst: bool = False
+    ) -> dict[str, Table]:
         """Spans and buckets of the newest steps that were not read, at most so many rows of each.
 
-        Where even one step is larger, some of its slots are left out.
+        Oldest first. Where even one step is larger, some of its slots are left out. `with_worst`:
+        the worst steps before those that are kept as the last, too; they come before all but the
+        newest where there is little room.
         """
         steps = self._new(series, int((now - SETTLED_S) * 1e9))
         if steps:
             self._last = max(steps)
-        spans: list[tuple[float, ...]] = []
-        buckets: list[tuple[float, ...]] = []
-        for key in sorted(steps, reverse=True):
-            its_spans: list[tuple[float, ...]] = []
-            its_buckets: list[tuple[float, ...]] = []
-            for slot, timeline in steps[key]:
-                span_rows = list(_spans(slot, timeline))
-                bucket_rows = list(_buckets(slot, timeline))
-                room = max_rows - max(
-                    len(spans) + len(its_spans) + len(span_rows),
-                    len(buckets) + len(its_buckets) + len(bucket_rows),
-                )
-                if room < 0 and (spans or buckets):
-                    return _tables(spans, buckets)  # this step is not whole
-                if room < 0:
-                    break
-                its_spans += span_rows
-                its_buckets += bucket_rows
-            spans += its_spans
-            buckets += its_buckets
-        return _tables(spans, buckets)
+        chosen = sorted(steps, reverse=True)
+        if with_worst:
+            worst = self._worst(series, steps)
+            steps |= worst
+            by_tail = sorted(worst, key=lambda key: -_tail_ns(worst[key]))
+            chosen = [*chosen[:NUM_FIRST], *by_tail, *chosen[NUM_FIRST:]]
+        return _read(steps, chosen, max_rows)
 
-    def _new(self, series: Series, settled_ns: int) -> dict[Key, list[tuple[Slot, StepTimeline]]]:
+    def _new(self, series: Series, settled_ns: int) -> Steps:
         """The steps that were not read and of which nothing more will come."""
-        steps: dict[Key, list[tuple[Slot, StepTimeline]]] = {}
+        steps: Steps = {}
         for slot in series.slots:
             for timeline in reversed(series.last_steps(slot)):
-                records = timeline.records
-                if timeline.key <= self._last or not len(records):
-                    break
-                if records["t0_ns"].min() < self._since_ns:
+                if timeline.key <= self._last or not self._is_ours(timeline):
                     break
                 steps.setdefault(timeline.key, []).append((slot, timeline))
         return {
@@ -84,8 +77,51 @@ class DetailReader:
             if all(timeline.records["t1_ns"].max() <= settled_ns for _, timeline in parts)
         }
 
+    def _worst(self, series: Series, known: Steps) -> Steps:
+        """The worst steps of all slots that are not among the known."""
+        steps: Steps = {}
+        for slot in series.slots:
+            for timeline in series.worst_steps(slot):
+                if timeline.key not in known and self._is_ours(timeline):
+                    steps.setdefault(timeline.key, []).append((slot, timeline))
+        return dict(sorted(steps.items(), key=lambda item: -_tail_ns(item[1]))[:NUM_WORST])
 
-def _spans(slot: Slot, timeline: StepTimeline) -> Iterable[tuple[float, ...]]:
+    def _is_ours(self, timeline: StepTimeline) -> bool:
+        records = timeline.records
+        return len(records) > 0 and bool(records["t0_ns"].min() >= self._since_ns)
+
+
+def _tail_ns(parts: Iterable[tuple[Slot, StepTimeline]]) -> int:
+    return max(timeline.tail_ns() for _, timeline in parts)
+
+
+def _read(steps: Steps, chosen: Iterable[Key], max_rows: int) -> dict[str, Table]:
+    """The rows of these steps, in the order of their importance, as far as there is room."""
+    spans: dict[Key, list[Row]] = {}
+    buckets: dict[Key, list[Row]] = {}
+    num_spans = num_buckets = 0
+    for key in chosen:
+        its_spans: list[Row] = []
+        its_buckets: list[Row] = []
+        for slot, timeline in steps[key]:
+            span_rows = list(_spans(slot, timeline))
+            bucket_rows = list(_buckets(slot, timeline))
+            room = max_rows - max(
+                num_spans + len(its_spans) + len(span_rows),
+                num_buckets + len(its_buckets) + len(bucket_rows),
+            )
+            if room < 0 and spans:
+                return _tables(spans, buckets)  # this step is not whole
+            if room < 0:
+                break
+            its_spans += span_rows
+            its_buckets += bucket_rows
+        spans[key], buckets[key] = its_spans, its_buckets
+        num_spans, num_buckets = num_spans + len(its_spans), num_buckets + len(its_buckets)
+    return _tables(spans, buckets)
+
+
+def _spans(slot: Slot, timeline: StepTimeline) -> Iterable[Row]:
     """Rows of the table, columns in its order; the whole step and its compute are in others."""
     key = timeline.key
     for kind, ident, t0_ns, t1_ns, _ in _columns(timeline):
@@ -94,7 +130,7 @@ def _spans(slot: Slot, timeline: StepTimeline) -> Iterable[tuple[float, ...]]:
             yield (key.step, *at, slot, key.generation, key.attempt, kind, ident)
 
 
-def _buckets(slot: Slot, timeline: StepTimeline) -> Iterable[tuple[float, ...]]:
+def _buckets(slot: Slot, timeline: StepTimeline) -> Iterable[Row]:
     """Rows of the table, columns in its order."""
     key = timeline.key
     moments: dict[int, list[float]] = {}
@@ -115,11 +151,16 @@ def _columns(timeline: StepTimeline) -> Iterable[tuple[int, int, int, int, float
     return zip(*(records[name].tolist() for name in names), strict=True)
 
 
-def _tables(spans: list[tuple[float, ...]], buckets: list[tuple[float, ...]]) -> dict[str, Table]:
-    return {"spans": _table("spans", spans), "buckets": _table("buckets", buckets)}
+def _tables(spans: dict[Key, list[Row]], buckets: dict[Key, list[Row]]) -> dict[str, Table]:
+    """Oldest first."""
+    found = {"spans": spans, "buckets": buckets}
+    return {
+        name: _table(name, [row for key in sorted(rows) for row in rows[key]])
+        for name, rows in found.items()
+    }
 
 
-def _table(name: str, rows: list[tuple[float, ...]]) -> Table:
+def _table(name: str, rows: list[Row]) -> Table:
     columns = TABLES[name]
     values = np.array(rows, dtype=np.float64).reshape(-1, len(columns))
     return {column: values[:, place] for place, column in enumerate(columns)}

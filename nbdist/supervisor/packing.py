@@ -63,6 +63,8 @@ class Room:
 
 
 SNAPSHOT = Room(rows=1_000, steps=1_200, details=400, memory=400, changes=500)
+WHOLE = Room(rows=1_000, steps=800, details=1_000, memory=300, changes=400)
+"""Of a run that is over: with the last steps and the worst of a few ranks."""
 DELTA = Room(rows=400, steps=500, details=250, memory=128, changes=250)
 _SHRINKS = (1.0, 0.5, 0.2)
 """A frame that would be too large is made again with so much of the room."""
@@ -114,10 +116,10 @@ class Packer:
 
     def pack(self, seq: int, now: float, *, is_live: bool = True, delayed: int = 0) -> bytes | None:
         """The next frame; None where nothing is new and the last one is not old."""
-        room = SNAPSHOT if self.is_first else DELTA
+        room = (SNAPSHOT if is_live else WHOLE) if self.is_first else DELTA
         tables = self._read(now, room, is_live=is_live)
         header = self._header(seq, now, is_live=is_live, delayed=delayed)
-        has_rows = any(map(_num_rows, chain.from_iterable(tables.values())))
+        has_rows = any(map(fr.num_rows, chain.from_iterable(tables.values())))
         if not has_rows and self._is_old_news(header, now):
             return None
         self._last, self._last_at, self.is_first = header, now, False
@@ -156,7 +158,8 @@ class Packer:
         if self.run is not None and "steps" in self._wanted:
             tables["steps"] = self._attempts.read(series, settled)
         if self.run is not None and "spans" in self._wanted:
-            details = self._details.read(series, now if is_live else now + 1.0, room.details)
+            until = now if is_live else now + 1.0
+            details = self._details.read(series, until, room.details, with_worst=not is_live)
             tables |= {name: [table] for name, table in details.items()}
         if self.run is not None and "memory" in self._wanted:
             tables["memory"] = self._memory()
@@ -199,14 +202,14 @@ class Packer:
         fitted, thinned = {}, []
         most = {"rows": room.rows, "steps": room.steps, "memory": room.memory}
         for name, parts in tables.items():
-            kept = [part for part in parts if _num_rows(part)]
-            num = sum(map(_num_rows, kept))
+            kept = [part for part in parts if fr.num_rows(part)]
+            num = sum(map(fr.num_rows, kept))
             if name in ("spans", "buckets") and share < 1.0:
                 kept = []
             elif name in most and kept:
                 rows_each = max(4, min(int(most[name] * share) // len(kept), 2 * self._width))
-                kept = [_thin(name, part, rows_each) for part in kept]
-            if sum(map(_num_rows, kept)) < num:
+                kept = [fr.thin(name, part, rows_each) for part in kept]
+            if sum(map(fr.num_rows, kept)) < num:
                 thinned.append(name)
             if kept:
                 fitted[name] = {
@@ -339,24 +342,3 @@ def _shortened(incident: Incident) -> Incident:
         cause=incident.cause[:MAX_TEXT],
         reason=incident.reason[:MAX_TEXT],
     )
-
-
-def _num_rows(table: fr.Table) -> int:
-    return len(next(iter(table.values())))
-
-
-_THINNED_BY = {"rows": ("loss", "seconds"), "steps": ("compute_s", "step_s")}
-"""Columns whose extremes are kept; of a table of two such parts each has half the room."""
-
-
-def _thin(name: str, table: fr.Table, max_rows: int) -> fr.Table:
-    """At most so many rows, or a few more: the ends and the extremes."""
-    if _num_rows(table) <= max_rows:
-        return table
-    by = _THINNED_BY.get(name, ())
-    values = [np.asarray(table[column], dtype=np.float64) for column in by]
-    if not values:
-        values = [np.fmax(table["rss_bytes"], table["device_bytes"])]  # one of them is NaN
-    num_bins = max(1, max_rows // (2 * len(values)))
-    places = np.unique(np.concatenate([fr.extremes(one, num_bins) for one in values]))
-    return {column: table[column][places] for column in table}

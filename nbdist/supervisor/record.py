@@ -16,10 +16,23 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nbdist._version import __version__
-from nbdist.protocol.columns import Columns, to_columns
-from nbdist.protocol.events import Incident
-from nbdist.protocol.ids import Generation, Slot
-from nbdist.protocol.story import Evaluation
+from nbdist.protocol.columns import to_columns
+from nbdist.protocol.record import (
+    SCHEMA,
+    Batch,
+    Ended,
+    Evaluated,
+    Happened,
+    Header,
+    IncidentKey,
+    Line,
+    Remark,
+    Resumed,
+    Steps,
+    World,
+    encoded,
+    incident_key,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,11 +40,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from nbdist.protocol.events import Telemetry
+    from nbdist.protocol.events import Incident, Telemetry
     from nbdist.protocol.orders import WorldView
+    from nbdist.protocol.story import Evaluation
 
-SCHEMA = 1
-"""Raised with every change that an older reader would misread."""
 MAX_BYTES = 256_000_000
 TELEMETRY_SHARE = 0.75
 """Telemetry may fill this share of the file; steps and incidents the rest too."""
@@ -39,102 +51,6 @@ LAST_LINES_BYTES = 1_000
 """Kept free for the lines that say what is missing."""
 
 log = logging.getLogger(__name__)
-
-
-class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base of all lines; times are seconds of the host's monotonic clock."""
-
-
-class Header(Line, frozen=True, kw_only=True):
-    """The first line."""
-
-    schema: int
-    title: str
-    at: float
-    started: str
-    """By the wall clock, as a label."""
-    nbdist: str
-    """Version that wrote it."""
-
-
-class Resumed(Line, frozen=True, kw_only=True):
-    """Another supervisor goes on writing; what came meanwhile is missing."""
-
-    at: float
-
-
-class World(Line, frozen=True, kw_only=True):
-    """The world has changed."""
-
-    at: float
-    phase: str
-    generation: Generation
-    slots: tuple[Slot, ...]
-    """The members' slots, in rank order."""
-    healthy: bool
-    reason: str
-
-
-class Happened(Line, frozen=True, kw_only=True):
-    """An incident as it is known now; a later line on the same one stands over this one."""
-
-    incident: Incident
-
-
-class Steps(Line, frozen=True, kw_only=True):
-    """Committed steps; a later line on the same step stands over this one."""
-
-    num: int
-    columns: Columns
-    """Of `protocol.story.ROWS`."""
-
-
-class Evaluated(Line, frozen=True, kw_only=True):
-    """An evaluation."""
-
-    evaluation: Evaluation
-
-
-class Batch(Line, frozen=True, kw_only=True):
-    """Telemetry of one engine."""
-
-    slot: Slot
-    pid: int
-    num: int
-    num_dropped: int
-    """Records that the engine has lost so far."""
-    num_late: int = 0
-    """Records of a generation that was over when they came."""
-    columns: Columns
-    """Of `protocol.telemetry.RECORD`."""
-
-
-class Remark(Line, frozen=True, kw_only=True):
-    """What a reader should know."""
-
-    text: str
-
-
-class Ended(Line, frozen=True, kw_only=True):
-    """The run is over."""
-
-    at: float
-    how: str
-    """finished, stopped or failed, and why."""
-    num_lost: int = 0
-    """Lines that could not be written, or for which there was no room."""
-
-
-AnyLine = Header | Resumed | World | Happened | Steps | Evaluated | Batch | Remark | Ended
-"""What a record is made of."""
-
-
-IncidentKey = tuple[str, tuple[Slot, ...], Generation, str]
-
-
-def incident_key(incident: Incident) -> IncidentKey:
-    """What tells incidents apart: a slot is lost, or joins, once in a generation."""
-    return incident.kind, incident.slots, incident.generation_before, incident.cause
 
 
 class Recorder:
@@ -235,12 +151,12 @@ class Recorder:
         if self._is_full:
             self.num_lost += 1
             return False
-        data = _encode(line)
+        data = encoded(line)
         if self._num_bytes + len(data) > self._max_bytes * share - LAST_LINES_BYTES:
             self.num_lost += 1
             if share == 1.0:
                 self._is_full = True
-                self._append(_encode(Remark(text=f"nothing more is written: {self._limit}")))
+                self._append(encoded(Remark(text=f"nothing more is written: {self._limit}")))
             return False
         self._append(data)
         return True
@@ -269,7 +185,3 @@ class Recorder:
         if self._is_failing:
             self._is_failing = False
             self.remark(f"lines are missing here, for want of room; so far: {self.num_lost}")
-
-
-def _encode(line: Line) -> bytes:
-    return msgspec.json.encode(line) + b"\n"

@@ -5,18 +5,21 @@ Called by commands, in any process. A record whose writer was killed is read as 
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 
 from nbdist.errors import RecordUnreadable
+from nbdist.protocol import record as rc
 from nbdist.protocol.columns import from_columns
-from nbdist.protocol.story import ROWS, RunStory
+from nbdist.protocol.story import OVER, ROWS, RunStory, curves_of
 from nbdist.protocol.telemetry import RECORD, BatchError, Kind, check
-from nbdist.supervisor import record as rc
 from nbdist.supervisor.series import Series
+from nbdist.supervisor.tables import run_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,9 +27,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbdist.protocol.events import Incident
+    from nbdist.protocol.frames import Table
     from nbdist.protocol.ids import Slot
     from nbdist.protocol.story import Evaluation
 
+_GZIP = b"\x1f\x8b"
 MAX_MB = 256
 """Memory for the series of a record."""
 
@@ -50,6 +55,8 @@ class Replay:
     """In the order in which they began, each as it was known at the end."""
     evaluations: list[Evaluation] = field(default_factory=list)
     worlds: list[rc.World] = field(default_factory=list)
+    tables: dict[str, Table] = field(default_factory=dict)
+    """What slots did, where the record tells it put together: it was made from a story."""
     tokens: dict[int, float] = field(default_factory=dict)
     """Second of the run -> tokens that all ranks together trained on; empty: no tokens."""
     ended: rc.Ended | None = None
@@ -58,27 +65,42 @@ class Replay:
 
     def story(self) -> RunStory:
         """What a report is made of."""
+        series = {slot: self.series.curves(slot) for slot in self.series.slots}
+        state, _, fault = (self.ended.how if self.ended is not None else "").partition(": ")
         return RunStory(
             title=self.header.title,
+            # A run that the cluster took with it did not come to an end of its own.
+            state=state if state in OVER or not state else "stopped",
+            fault=fault,
             rows=self.rows,
             incidents=self.incidents,
             evaluations=self.evaluations,
-            series={slot: self.series.curves(slot) for slot in self.series.slots},
+            series=series or curves_of(self.tables),
+            tables=self.tables or run_tables(self.series, self.worlds),
             notes=self.notes,
         )
 
 
 def read(path: Path) -> Replay:
-    """Read a record.
+    """Read a record, also as a report saves it: packed by gzip.
 
     Raises:
         RecordUnreadable: it is no record, or one of a newer nbdist.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        reader = _Reader(_header(path, file.readline()))
-        for line in file:
-            reader.take(line)
+        is_packed = file.read(len(_GZIP)) == _GZIP
+        file.seek(0)
+        try:
+            return _read(path, cast("IO[bytes]", gzip.open(file)) if is_packed else file)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise RecordUnreadable(f"{path} cannot be unpacked: {error}") from error
+
+
+def _read(path: Path, file: IO[bytes]) -> Replay:
+    reader = _Reader(_header(path, file.readline()))
+    for line in file:
+        reader.take(line)
     return reader.close()
 
 
@@ -141,6 +163,8 @@ class _Reader:
                 self._incidents[rc.incident_key(incident)] = incident
             case rc.Evaluated(evaluation=evaluation):
                 replay.evaluations.append(evaluation)
+            case rc.Details():
+                replay.tables[line.table] = rc.table_of(line)
             case rc.Remark(text=text):
                 replay.notes.append(text)
             case rc.Resumed(at=at):

@@ -6,6 +6,7 @@ notebook holds a few kilobytes of this instead.
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbdist.views import palette
-from nbdist.views.facts import describe, place, throughput
-from nbdist.views.figures import NAMES, figure
+from nbdist.views.facts import place, throughput
+from nbdist.views.figures import check_name, figure, text_of
+from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +28,10 @@ __all__ = ["Chart"]
 
 _WIDTH, _HEIGHT = 640, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 26, 34
+_LANE = 40
+_CHARACTER = 6.6
+"""Width of one, about."""
+_LINE_CHARACTERS = 92
 _MAX_POINTS = 600
 """Of a line; of a longer one, the least and the greatest of each stretch are drawn."""
 _NUM_TICKS = 5
@@ -38,7 +44,7 @@ class Chart:
 
     Args:
         story: the run.
-        name: "loss", "throughput" or "world".
+        name: "loss", "throughput", "world", "sync" or "membership".
 
     Raises:
         ValueError: there is no chart of that name.
@@ -48,8 +54,7 @@ class Chart:
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise ValueError(f"no chart {self.name!r}: there are {', '.join(NAMES)}")
+        check_name(self.name)
 
     @property
     def bokeh(self) -> Any:
@@ -59,11 +64,13 @@ class Chart:
     @property
     def text(self) -> str:
         """What it shows, in a sentence or two."""
-        return describe(self.story, self.name)
+        return text_of(self.story, self.name)
 
     @property
     def svg(self) -> str:
         """The drawing, as the text of an SVG file."""
+        if self.name in LANE_NAMES:
+            return "\n".join(_lanes(lanes(self.story, self.name)))
         return "\n".join(_drawing(self.story, self.name, self.text))
 
     def __repr__(self) -> str:
@@ -89,14 +96,7 @@ class _Scale:
 
 def _drawing(story: RunStory, name: str, text: str) -> list[str]:
     """The lines of the SVG file."""
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-family="{escape(palette.FONT)}" '
-        f'font-size="12" fill="{palette.TEXT}">',
-        f"<title>{escape(text)}</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="16">{_UNITS[name]} over steps</text>',
-    ]
+    lines = _head(text, f"{_UNITS[name]} over steps")
     steps, values = story.rows["step"].astype(float), _values(story, name)
     known = np.flatnonzero(np.isfinite(values))
     if len(known):
@@ -112,6 +112,56 @@ def _drawing(story: RunStory, name: str, text: str) -> list[str]:
     return [*lines, "</svg>"]
 
 
+def _head(text: str, title: str, height: int = _HEIGHT) -> list[str]:
+    """The file's beginning."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" role="img" font-family="{escape(palette.FONT)}" '
+        f'font-size="12" fill="{palette.TEXT}">',
+        f"<title>{escape(text)}</title>",
+        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<text x="{_LEFT}" y="16">{escape(title)}</text>',
+    ]
+
+
+def _lanes(shown: Lanes) -> list[str]:
+    """Likewise, with a lane for each slot; what a bar is is told where the mouse rests."""
+    if not shown.bars:
+        parts = textwrap.wrap(shown.sentence, _LINE_CHARACTERS)
+        lines = _head(shown.sentence, "", _TOP + 18 * len(parts))
+        for number, part in enumerate(parts):
+            lines.append(f'<text x="8" y="{_TOP + 18 * number}">{escape(part)}</text>')
+        return [*lines, "</svg>"]
+    height = _TOP + _LANE * len(shown.names) + _BOTTOM
+    lines = _head(shown.sentence, shown.unit, height)
+    end = max(bar.ended for bar in shown.bars)
+    x = _Scale(0, end or 1.0, _LEFT, _WIDTH - _RIGHT)
+    for lane, name in enumerate(shown.names):
+        y = _TOP + _LANE * (lane + 0.5)
+        lines.append(f'<text x="{_LEFT - 8}" y="{y}" dy="4" text-anchor="end">{name}</text>')
+    for bar in shown.bars:
+        left, width = x(bar.began), max(0.5, x(bar.ended) - x(bar.began))
+        y, deep = _TOP + _LANE * (bar.lane + bar.top), _LANE * (bar.bottom - bar.top)
+        told = escape(f"{bar.what}: {bar.ended - bar.began:.2f} {shown.unit.split()[0]}")
+        lines.append(
+            f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{deep:.1f}" '
+            f'fill="{bar.colour}"><title>{told}</title></rect>'
+        )
+    lines += [*_ticks_below(x, height), *_keys(shown)]
+    return [*lines, "</svg>"]
+
+
+def _keys(shown: Lanes) -> list[str]:
+    """From the right, in the line of the title."""
+    lines, x = [], float(_WIDTH - _RIGHT)
+    for colour, what in reversed(shown.keys):
+        x -= _CHARACTER * len(what)
+        lines.append(f'<text x="{x:.0f}" y="16">{escape(what)}</text>')
+        lines.append(f'<rect x="{x - 14:.0f}" y="6" width="10" height="10" fill="{colour}"/>')
+        x -= 24
+    return lines
+
+
 def _values(story: RunStory, name: str) -> NDArray[np.float64]:
     if name == "throughput":
         return throughput(story.rows)
@@ -125,11 +175,14 @@ def _axes(x: _Scale, y: _Scale) -> list[str]:
         at = f"{y(tick):.1f}"
         lines.append(f'<path d="M{x.begin} {at}H{x.end}" stroke="{palette.GRID}"/>')
         lines.append(f'<text x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{tick:,.4g}</text>')
-    lines += [
-        f'<text x="{x(tick):.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{tick:,.6g}</text>'
+    return lines + _ticks_below(x, _HEIGHT)
+
+
+def _ticks_below(x: _Scale, height: int) -> list[str]:
+    return [
+        f'<text x="{x(tick):.1f}" y="{height - 12}" text-anchor="middle">{tick:,.6g}</text>'
         for tick in _ticks(x.low, x.high)
     ]
-    return lines
 
 
 def _ticks(low: float, high: float) -> list[float]:

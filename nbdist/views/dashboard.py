@@ -23,8 +23,7 @@ from IPython import get_ipython
 
 from nbdist.errors import NbdistError
 from nbdist.protocol.frames import View
-from nbdist.views import palette
-from nbdist.views.bundle import bundle, widget_module
+from nbdist.views.bundle import bundle, settings, widget_module
 from nbdist.views.pages import Pages, Worker
 from nbdist.views.picture import WIDTH, picture
 
@@ -137,7 +136,7 @@ class Dashboard:
                 self._widget = Widget(
                     widget_id=self._id,
                     version=bundle().version,
-                    settings=_settings(self._shown_views, tuple(self._actions)),
+                    settings=settings(self._shown_views, tuple(self._actions)),
                 )
                 self._widget.own_model_id = self._widget.model_id
                 self._widget.on_msg(self._on_message)
@@ -357,14 +356,3 @@ def _live(model_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a notebook keeps of a widget."""
     view = {"version_major": 2, "version_minor": 1, "model_id": model_id}
     return {"text/plain": TEXT, WIDGET_VIEW: view}, {}
-
-
-def _settings(views: tuple[View, ...], actions: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        "views": list(views),
-        "actions": list(actions),
-        "colours": list(palette.SLOT_COLOURS),
-        "dashes": list(palette.DASHES),
-        "symbols": dict(palette.SYMBOLS),
-        "markers": dict(palette.MARKERS),
-    }

@@ -1,30 +1,29 @@
-"""Charts of a run, as bokeh figures: loss, throughput and world over steps, series over time.
+"""Charts of a run, as bokeh figures: loss, throughput and world over steps, lanes of slots.
 
 Made in the kernel or a command's process; each call makes new models, nothing is kept.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from bokeh.core.properties import value
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
-from bokeh.models.annotations import Legend
+from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure as bokeh_figure
 
 from nbdist.views import palette
 from nbdist.views.facts import describe, place, throughput
+from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbdist.protocol.story import RunStory
 
-NAMES = ("loss", "throughput", "world")
-"""Charts over steps; every run has them."""
+NAMES = ("loss", "throughput", "world", *LANE_NAMES)
+"""The first ones over steps, which every run has."""
 
 MAX_POINTS = 4_000
 """Of a line; of a longer one, the least and the greatest of each stretch are drawn."""
@@ -32,108 +31,80 @@ MAX_POINTS = 4_000
 _MIN_LABEL_SHARE = 0.1
 """A generation that takes less of the width has no room for its number."""
 
-_LONG_PAUSE = 8.0
-"""Times the median; a line with a longer one is parted."""
-
 _HEADROOM = 0.16
-_LEGEND: dict[str, Any] = {
-    "label_text_font": palette.FONT,
-    "label_text_font_size": "12px",
-    "label_text_color": palette.TEXT,
-    "background_fill_alpha": 0.8,
-    "border_line_color": None,
-}
 _TOOLS = "xpan,xwheel_zoom,box_zoom,reset,save"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeriesChart:
-    """A chart of one series, a line for each slot."""
-
-    name: str
-    """Of the series in `RunStory.series`."""
-    title: str
-    unit: str
-    scale: float
-    """From the series' unit to this one."""
+def check_name(name: str) -> None:
+    """Raises ValueError where there is no chart of that name."""
+    if name not in NAMES:
+        raise ValueError(f"no chart {name!r}: there are {', '.join(NAMES)}")
 
 
-SERIES_CHARTS = (
-    SeriesChart(name="compute_s", title="Forward and backward", unit="ms", scale=1e3),
-    SeriesChart(name="memory_rss_bytes", title="Memory of each engine", unit="MiB", scale=2**-20),
-)
-"""Drawn where a run has them."""
+def text_of(story: RunStory, name: str) -> str:
+    """What a chart shows, in a sentence or two, or why it shows nothing."""
+    if name in LANE_NAMES:
+        return lanes(story, name).sentence
+    return describe(story, name)
 
 
-def figure(story: RunStory, name: str, *, reference: RunStory | None = None) -> bokeh_figure:
-    """One chart over steps.
+def figure(story: RunStory, name: str) -> bokeh_figure:
+    """One chart.
 
     Args:
         story: the run.
-        name: "loss", "throughput" or "world".
-        reference: a run whose loss is drawn beneath, such as one that nothing disturbed.
+        name: one of `NAMES`.
 
     Raises:
         ValueError: there is no chart of that name.
     """
-    if name not in NAMES:
-        raise ValueError(f"no chart {name!r}: there are {', '.join(NAMES)}")
+    check_name(name)
+    if name in LANE_NAMES:
+        return _lanes(lanes(story, name))
     if name == "loss":
-        return _loss(story, reference)
+        return _loss(story)
     return _throughput(story) if name == "throughput" else _world(story)
 
 
-def series_figure(story: RunStory, chart: SeriesChart) -> bokeh_figure | None:
-    """A line for each slot over the seconds of the run; None where no slot has that series."""
-    curves = {slot: of[chart.name] for slot, of in sorted(story.series.items()) if chart.name in of}
-    curves = {slot: curve for slot, curve in curves.items() if len(curve[0])}
-    if not curves:
-        return None
-    start = min(float(x[0]) for x, _ in curves.values())
-    if len(story.rows):
-        start = min(start, float(story.rows["at"][0] - story.rows["seconds"][0]))
-    items: list[tuple[str, list[Any]]] = []
-    drawn = _empty(chart.unit, "seconds", f"{chart.title}, {chart.unit}, a line for each slot.")
-    for slot, (at, known) in curves.items():
-        picked = _thinned(known)
-        x, y = _parted(at[picked] - start, known[picked] * chart.scale)
-        line = drawn.line(
-            x,
-            y,
-            color=palette.slot_colour(slot),
-            line_dash=palette.slot_dash(slot),
-            line_width=1.5,
-        )
-        items.append((f"slot {slot}", [line]))
-    drawn.add_layout(Legend(items=items, location="top", orientation="horizontal", **_LEGEND))
-    values = np.concatenate([y for _, y in curves.values()]) * chart.scale
-    _set_y_range(drawn, values, from_zero=True)
-    return drawn
+def _lanes(shown: Lanes) -> bokeh_figure:
+    chart = _empty("", shown.unit, shown.sentence)
+    num = len(shown.names)
+    chart.y_range = Range1d(start=max(1, num), end=0)
+    chart.height = 90 + 44 * max(1, num)
+    columns: dict[str, list[Any]] = {
+        "left": [bar.began for bar in shown.bars],
+        "right": [bar.ended for bar in shown.bars],
+        "top": [bar.lane + bar.top for bar in shown.bars],
+        "bottom": [bar.lane + bar.bottom for bar in shown.bars],
+        "colour": [bar.colour for bar in shown.bars],
+        "what": [bar.what for bar in shown.bars],
+        "takes": [bar.ended - bar.began for bar in shown.bars],
+    }
+    bars = chart.quad(
+        left="left",
+        right="right",
+        top="top",
+        bottom="bottom",
+        source=ColumnDataSource(columns),
+        fill_color="colour",
+        line_color=None,
+    )
+    tips = [("", "@what"), ("takes", f"@takes{{0.00}} {shown.unit.split()[0]}")]
+    chart.add_tools(HoverTool(renderers=[bars], tooltips=tips))
+    ticks = [place + 0.5 for place in range(num)]
+    chart.yaxis.ticker = FixedTicker(ticks=ticks)
+    chart.yaxis.major_label_overrides = dict(zip(ticks, shown.names, strict=True))
+    chart.ygrid.grid_line_color = None
+    return chart
 
 
-def _loss(story: RunStory, reference: RunStory | None) -> bokeh_figure:
+def _loss(story: RunStory) -> bokeh_figure:
     chart = _empty("loss", "step", describe(story, "loss"))
-    if not len(story.rows):
-        return chart
-    losses = story.rows["loss"]
-    if reference is not None and len(reference.rows):
-        others = reference.rows["loss"]
-        picked = _thinned(others)
-        beneath = chart.line(
-            reference.rows["step"][picked],
-            others[picked],
-            color=palette.REFERENCE,
-            line_width=7,
-            line_alpha=0.45,
-        )
-        top = _set_y_range(chart, np.concatenate([losses, others]), from_zero=False)
-        line = _line_of_steps(chart, story, losses)
-        items: list[tuple[str, list[Any]]] = [(reference.title, [beneath]), (story.title, [line])]
-        chart.add_layout(Legend(items=items, location="right", **_LEGEND))
-    else:
+    if len(story.rows):
+        losses = story.rows["loss"]
         top = _set_y_range(chart, losses, from_zero=False)
         _line_of_steps(chart, story, losses)
-    _mark_incidents(chart, story, top)
+        _mark_incidents(chart, story, top)
     return chart
 
 
@@ -294,17 +265,6 @@ def _thinned(values: NDArray[Any]) -> NDArray[np.intp]:
         part = filled[start:end]
         picked += [start + int(part.argmin()), start + int(part.argmax())]
     return np.unique(picked)
-
-
-def _parted(
-    x: NDArray[np.float64], y: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The same with a hole wherever the series pauses, as while its seat was empty."""
-    pauses = np.diff(x)
-    if not len(pauses):
-        return x, y
-    after = np.flatnonzero(pauses > _LONG_PAUSE * np.median(pauses)) + 1
-    return np.insert(x, after, x[after - 1]), np.insert(y, after, np.nan)
 
 
 def _hover(renderers: list[Any], names: tuple[str, ...]) -> HoverTool:

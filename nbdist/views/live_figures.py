@@ -20,13 +20,28 @@ _MARK_COLUMNS = ("x", "y", "number", "what", "colour", "marker", "ink")
 def live_figures() -> dict[str, bokeh_figure]:
     """Name -> figure; names of sources are those that the page's views fill."""
     return {
-        "loss": _over_steps("loss", "loss", "@loss{0.0000}"),
+        "loss": _loss(),
         "rate": _over_steps("rate", "samples/s, all ranks", "@rate{0,0} samples/s", height=170),
         "compute": _compute(),
         "sync": _sync(),
         "membership": _membership(),
         "incidents": _incidents(),
     }
+
+
+def _loss() -> bokeh_figure:
+    chart = _over_steps("loss", "loss", "@loss{0.0000}")
+    beneath = _source("reference", "x", "value")
+    chart.line(
+        "x",
+        "value",
+        source=beneath,
+        line_width=6,
+        line_color=palette.REFERENCE,
+        line_alpha=0.8,
+        level="underlay",
+    )
+    return chart
 
 
 def _over_steps(name: str, y_label: str, tip: str, height: int = 230) -> bokeh_figure:

@@ -1,7 +1,6 @@
 """A run that is over, or was recorded, as one frame: so that a page draws it without engines. Pure.
 
-Its buckets are not in a story, so its gradient sync is not shown; what happened to seats is told as
-far as incidents and rows tell it.
+What a story does not hold is not shown, and the page says so.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbdist.protocol import frames as fr
-from nbdist.protocol.ids import Generation, RunId, Slot
+from nbdist.protocol.ids import Generation, Rank, RunId, Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
     from nbdist.protocol.story import Evaluation, RunStory
 
+MAX_ROWS = {"rows": 4_000, "steps": 24_000, "memory": 4_000}
+"""Of longer tables the extremes are told; a page keeps no more than some thousand rows either."""
 _NO_COUNTERS = fr.Counters(
     records=0,
     missing=0,
@@ -34,13 +31,15 @@ _NO_COUNTERS = fr.Counters(
 )
 
 
-def story_frame(story: RunStory, *, name: str, state: str, target: int | None = None) -> bytes:
+def story_frame(
+    story: RunStory, *, name: str = "", state: str = "", target: int | None = None
+) -> bytes:
     """A snapshot after which nothing follows.
 
     Args:
         story: the run.
         name: of its trainer.
-        state: in which it ended.
+        state: in which it ended; empty: what the story says.
         target: steps after which it was to end; None: those that it has.
     """
     rows = story.rows
@@ -49,6 +48,7 @@ def story_frame(story: RunStory, *, name: str, state: str, target: int | None = 
         fr.Numbered(number=number, incident=incident)
         for number, incident in enumerate(story.incidents, 1)
     )
+    tables, thinned = _tables(story)
     header = fr.Header(
         seq=1,
         kind="snapshot",
@@ -57,22 +57,23 @@ def story_frame(story: RunStory, *, name: str, state: str, target: int | None = 
         run=fr.Run(
             run=RunId(story.title),
             name=name,
-            state=state,
+            state=state or story.state or "recorded",
             first=int(rows["step"][0]) if len(rows) else 0,
             step=num_steps,
             target=num_steps if target is None else target,
             durable=num_steps,
             until=None,
             usual_s=float(np.median(rows["seconds"])) if len(rows) else 0.0,
-            fault="",
+            fault=story.fault,
         ),
         is_live=False,
         world=_world(story),
         incidents=incidents,
         evaluations=tuple(map(_evaluated, story.evaluations)),
         counters=_NO_COUNTERS,
+        thinned=thinned,
     )
-    return fr.pack(header, _tables(story))
+    return fr.pack(header, tables)
 
 
 def _evaluated(evaluation: Evaluation) -> fr.Evaluated:
@@ -90,51 +91,77 @@ def _world(story: RunStory) -> fr.World:
         size=size,
         healthy=True,
         reason="",
-        seats=(),
+        seats=_seats(story),
     )
 
 
-def _tables(story: RunStory) -> dict[str, fr.Table]:
+def _seats(story: RunStory) -> tuple[fr.Seat, ...]:
+    """As they were when the last step was committed, as far as the story has them."""
+    seats, memory = story.tables.get("seats"), story.tables.get("memory")
+    if seats is None or not len(story.rows):
+        return ()
+    until = float(story.rows["at"][-1])
+    found = {}
+    for place in np.flatnonzero(seats["at"].astype(float) <= until).tolist():
+        slot, rank = int(seats["slot"][place]), int(seats["rank"][place])
+        found[slot] = fr.Seat(
+            slot=Slot(slot),
+            rank=None if rank < 0 else Rank(rank),
+            state=fr.STATES[int(seats["state"][place])],
+            pid=None,
+            host="",
+            device="",
+            generation=Generation(int(seats["generation"][place])),
+            memory_bytes=_last_memory(memory, slot),
+            activity="",
+            slow_factor=1.0,
+            num_not_restored=0,
+        )
+    return tuple(seat for _, seat in sorted(found.items()))
+
+
+def _last_memory(memory: fr.Table | None, slot: int) -> int:
+    if memory is None:
+        return 0
+    known = memory["rss_bytes"][(memory["slot"] == slot) & np.isfinite(memory["rss_bytes"])]
+    return int(known[-1]) if len(known) else 0
+
+
+def _tables(story: RunStory) -> tuple[dict[str, fr.Table], tuple[str, ...]]:
+    """Tables that fit, and the names of those of which some rows are left out."""
     rows = story.rows
-    tables: dict[str, fr.Table] = {}
+    whole = dict(story.tables)
     if len(rows):
-        tables["rows"] = {column: rows[column] for column in fr.TABLES["rows"]}
-        changes = np.flatnonzero(np.diff(rows["generation"], prepend=-1))
-        began_at = rows["at"][changes] - rows["seconds"][changes]
-        tables["phases"] = {
-            "at": began_at,
-            "phase": np.full(len(changes), fr.PHASES.index("running")),
-            "generation": rows["generation"][changes],
-            "world_size": rows["world_size"][changes],
-        }
-    parts = [_steps(slot, curves, story) for slot, curves in sorted(story.series.items())]
-    parts = [part for part in parts if len(part["step"])]
-    if parts:
-        tables["steps"] = {
-            column: np.concatenate([part[column] for part in parts])
-            for column in fr.TABLES["steps"]
-        }
-    return tables
+        whole["rows"] = {column: rows[column] for column in fr.TABLES["rows"]}
+        whole.setdefault("phases", _phases(story))
+    tables = {name: _fitted(name, table) for name, table in whole.items()}
+    thinned = [name for name, table in tables.items() if table is not whole[name]]
+    return tables, tuple(thinned)
 
 
-def _steps(
-    slot: Slot,
-    curves: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]],
-    story: RunStory,
-) -> fr.Table:
-    """Attempts at steps of one slot: those times that a story keeps, the others not known."""
-    at, _ = curves.get("step_s", curves.get("compute_s", (np.empty(0), None)))
-    known = {column: np.full(len(at), np.nan) for column in fr.TABLES["steps"]}
+def _phases(story: RunStory) -> fr.Table:
+    """As far as rows tell: when each generation began to run."""
     rows = story.rows
-    if not len(rows):
-        return {column: values[:0] for column, values in known.items()}
-    place = np.minimum(np.searchsorted(rows["at"], at), len(rows) - 1)
-    known["step"] = rows["step"][place].astype(float)
-    known["generation"] = rows["generation"][place].astype(float)
-    known["ended_at"] = at
-    known["slot"] = np.full(len(at), float(slot))
-    known["attempt"] = np.zeros(len(at))
-    for name in ("step_s", "compute_s", "exposed_s", "wait_s", "data_s", "optimizer_s"):
-        if name in curves and len(curves[name][1]) == len(at):
-            known[name] = curves[name][1]
-    return dict(known)
+    changes = np.flatnonzero(np.diff(rows["generation"], prepend=-1))
+    return {
+        "at": rows["at"][changes] - rows["seconds"][changes],
+        "phase": np.full(len(changes), fr.PHASES.index("running")),
+        "generation": rows["generation"][changes],
+        "world_size": rows["world_size"][changes],
+    }
+
+
+def _fitted(name: str, table: fr.Table) -> fr.Table:
+    room = MAX_ROWS.get(name)
+    if room is None or fr.num_rows(table) <= room:
+        return table
+    if "slot" not in table:
+        return fr.thin(name, table, room)
+    owners = [table["slot"] == slot for slot in np.unique(table["slot"])]
+    parts = [
+        fr.thin(
+            name, {column: values[own] for column, values in table.items()}, room // len(owners)
+        )
+        for own in owners
+    ]
+    return {column: np.concatenate([part[column] for part in parts]) for column in table}

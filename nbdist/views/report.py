@@ -1,22 +1,26 @@
-"""A run as one HTML page that opens without any network: facts, charts, incidents, checks.
+"""A run as one HTML page that opens without any network: facts, views, incidents, checks, record.
 
-Runs in the kernel or a command's process. The page holds bokeh's own JavaScript; each chart has a
-sentence and a table that say what it shows.
+Runs in the kernel or a command's process. The page draws the same views as the live dashboard, by
+the same code, from a frame that it holds. Without scripts a picture and the tables stand there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+import gzip
+import json
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bokeh.embed import file_html
-from bokeh.resources import INLINE
+import jinja2
 
 from nbdist._version import __version__
 from nbdist.errors import FileUnwritable
+from nbdist.protocol.record import story_lines
 from nbdist.views import palette
+from nbdist.views.bundle import bokehjs, figures_json, report_module, settings
 from nbdist.views.facts import (
     Check,
     Table,
@@ -27,30 +31,32 @@ from nbdist.views.facts import (
     step_table,
     story_checks,
 )
-from nbdist.views.figures import NAMES, SERIES_CHARTS, figure, series_figure
+from nbdist.views.picture import WIDTH, picture
+from nbdist.views.playback import story_frame
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from bokeh.plotting import figure as bokeh_figure
-
+    from nbdist.protocol.frames import View
     from nbdist.protocol.story import RunStory
 
-__all__ = ["Check", "figure", "write_report"]
+__all__ = ["Check", "write_report"]
 
-_TITLES = {"loss": "Loss", "throughput": "Throughput", "world": "Ranks and generations"}
+VIEWS: tuple[View, ...] = ("overview", "sync", "throughput", "loss", "membership")
+"""Those of a dashboard that say something of a run that is over."""
+MAX_RECORD_BYTES = 3_000_000
+"""Packed; a larger record is not held by the page."""
+MAX_PACKING = 12
+"""A file that is so many times as large is not even tried."""
 
+MAX_KEYS = 16
+"""Of more slots the key names those only to which something happened."""
 
-@dataclass(frozen=True, kw_only=True)
-class _Panel:
-    """A chart, its sentence and its table."""
-
-    title: str
-    sentence: str
-    chart: bokeh_figure
-    table: Table
-    is_over_steps: bool
+_SERIES = (
+    ("compute_s", "Forward and backward", 1e3, "ms"),
+    ("memory_rss_bytes", "Memory of each engine", 2**-20, "MiB"),
+)
 
 
 def write_report(
@@ -59,6 +65,7 @@ def write_report(
     *,
     checks: Sequence[Check] = (),
     reference: RunStory | None = None,
+    record: Path | None = None,
 ) -> Path:
     """Write the report of a run; an older file of that name is replaced.
 
@@ -67,6 +74,8 @@ def write_report(
         story: the run.
         checks: what else was checked, shown with what the story itself can tell.
         reference: a run to compare with; its loss is drawn beneath.
+        record: the file that the run wrote, for the page to hold; None, or one that is too large:
+            the page holds the record that its story makes.
 
     Returns:
         The path.
@@ -75,7 +84,7 @@ def write_report(
         FileUnwritable: it cannot be written there; the message says why.
     """
     path = Path(path)
-    text = page(story, checks=checks, reference=reference)
+    text = page(story, checks=checks, reference=reference, record=record)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -84,60 +93,92 @@ def write_report(
 
 
 def page(
-    story: RunStory, *, checks: Sequence[Check] = (), reference: RunStory | None = None
+    story: RunStory,
+    *,
+    checks: Sequence[Check] = (),
+    reference: RunStory | None = None,
+    record: Path | None = None,
 ) -> str:
     """The report's HTML."""
-    panels = _panels(story, reference)
-    all_checks = [*story_checks(story), *checks]
-    slots = sorted({*story.series, *(slot for i in story.incidents for slot in i.slots)})
-    variables = {
+    frame = story_frame(story)
+    template = files("nbdist.views").joinpath("report.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(template).render(
+        _words(story, [*story_checks(story), *checks]),
+        picture=_as_text(picture(frame)),
+        picture_width=WIDTH,
+        compared=_compared(reference),
+        held=_held(frame, reference),
+        bokehjs=_script(bokehjs()),
+        module=_script(report_module()),
+        **_record(story, record),
+    )
+
+
+def _words(story: RunStory, checks: list[Check]) -> dict[str, Any]:
+    """What the page says in words and tables."""
+    touched = {slot for incident in story.incidents for slot in incident.slots}
+    slots = sorted(touched if len(story.series) > MAX_KEYS else {*story.series, *touched})
+    kinds = {incident.kind for incident in story.incidents}
+    return {
+        "title": story.title,
         "facts": headlines(story),
-        "checks": all_checks,
-        "num_failed": sum(not check.holds for check in all_checks),
-        "panels": panels,
+        "checks": checks,
+        "num_failed": sum(not check.holds for check in checks),
+        "sentences": " ".join(dict.fromkeys(describe(story, name) for name in _DESCRIBED)),
         "incidents": incident_table(story.incidents),
-        "kinds": [(palette.SYMBOLS[k], k) for k in palette.SYMBOLS if _has_kind(story, k)],
+        "kinds": [(symbol, kind) for kind, symbol in palette.SYMBOLS.items() if kind in kinds],
         "slots": [(slot, palette.slot_colour(slot)) for slot in slots],
+        "tables": _tables(story),
         "evaluations": _evaluations(story),
         "notes": story.notes,
         "font": palette.FONT,
         "version": __version__,
     }
-    template = files("nbdist.views").joinpath("report.html").read_text(encoding="utf-8")
-    charts = [panel.chart for panel in panels]
-    return file_html(charts, INLINE, story.title, template=template, template_variables=variables)
 
 
-def _panels(story: RunStory, reference: RunStory | None) -> list[_Panel]:
-    steps = step_table(story)
-    beneath = f" Beneath, in grey: {reference.title}." if reference is not None else ""
-    panels = [
-        _Panel(
-            title=_TITLES[name],
-            sentence=describe(story, name) + (beneath if name == "loss" else ""),
-            chart=figure(story, name, reference=reference),
-            table=steps,
-            is_over_steps=True,
-        )
-        for name in NAMES
-    ]
-    for panel in panels[1:]:
-        panel.chart.x_range = panels[0].chart.x_range
-    for wanted in SERIES_CHARTS:
-        chart = series_figure(story, wanted)
-        if chart is not None:
-            table = series_table(story, wanted.name, wanted.scale, wanted.unit)
-            sentence = f"A line for each slot, in {wanted.unit} over the seconds of the run."
-            panels.append(
-                _Panel(
-                    title=wanted.title,
-                    sentence=sentence,
-                    chart=chart,
-                    table=table,
-                    is_over_steps=False,
-                )
-            )
-    return panels
+_DESCRIBED = ("loss", "throughput", "world")
+
+
+def _tables(story: RunStory) -> list[tuple[str, Table]]:
+    tables = [("Steps", step_table(story))]
+    for name, title, scale, unit in _SERIES:
+        table = series_table(story, name, scale, unit)
+        if table.rows:
+            tables.append((title, table))
+    return tables
+
+
+def _compared(reference: RunStory | None) -> str:
+    if reference is None:
+        return ""
+    return f"For comparison, {reference.title}: {describe(reference, 'loss')}"
+
+
+def _held(frame: bytes, reference: RunStory | None) -> list[tuple[str, str]]:
+    """What the page's script reads: name of the element -> its text."""
+    held = {
+        "nbdist-frame": _packed(frame),
+        "nbdist-settings": json.dumps(settings(VIEWS, ())),
+        "nbdist-figures": figures_json(),
+    }
+    if reference is not None:
+        held["nbdist-reference"] = _packed(story_frame(reference))
+    return [(name, text.replace("<", "\\u003c")) for name, text in held.items()]  # JSON or base64
+
+
+def _record(story: RunStory, path: Path | None) -> dict[str, str]:
+    makers: dict[str, Callable[[], bytes]] = {}
+    if path is not None and path.stat().st_size <= MAX_PACKING * MAX_RECORD_BYTES:
+        makers["as it was written"] = path.read_bytes
+    makers["as this report has it"] = partial(story_lines, story, nbdist=__version__)
+    for what, make in makers.items():
+        lines = make()
+        packed = gzip.compress(lines, mtime=0)
+        if len(packed) <= MAX_RECORD_BYTES:
+            note = f"JSON lines, {len(lines) / 1000:,.0f} kB, {what}; nbdist replay reads it."
+            return {"record": _as_text(packed), "record_note": note}
+    return {"record": "", "record_note": "The record is too large to be a part of this page."}
 
 
 def _evaluations(story: RunStory) -> Table:
@@ -151,5 +192,14 @@ def _evaluations(story: RunStory) -> Table:
     )
 
 
-def _has_kind(story: RunStory, kind: str) -> bool:
-    return any(incident.kind == kind for incident in story.incidents)
+def _packed(data: bytes) -> str:
+    return _as_text(gzip.compress(data, mtime=0))
+
+
+def _as_text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _script(text: str) -> str:
+    """Code as a script element may hold it."""
+    return text.replace("</script", "<\\/script")

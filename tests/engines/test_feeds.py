@@ -11,6 +11,7 @@ import training
 
 import nbdist
 from nbdist.protocol.frames import PERIOD_S, WINDOW, unpack
+from nbdist.session.dashboards import RunFeed
 
 SLOW = 3
 NAMED_S = 4 * 5.0
@@ -83,9 +84,13 @@ def test_frames_of_a_run_with_a_kill(cluster, until):
     assert client.ends == ["it was closed"]
 
 
-def test_a_run_that_is_over_can_be_seen(cluster, until):
+def _refuses(*_):
+    raise nbdist.WrongState("the cluster is shut down")
+
+
+def test_a_run_that_is_over_can_be_seen(cluster, until, tmp_path):
     """Who subscribes to it is sent one snapshot with all steps, and no more; after the cluster's
-    end the story of the run still has its curves."""
+    end the run still has its curves and its gradient sync, for a dashboard, a report, a figure."""
     engines = cluster(2)
     engines.run(training.CELL)
     run = engines.train("trainer", steps=40).wait(60)
@@ -101,7 +106,16 @@ def test_a_run_that_is_over_can_be_seen(cluster, until):
     with pytest.raises(nbdist.WrongState, match="not known here"):
         Client(engines, run="another")
     engines.shutdown()
-    assert len(run.story().series[0]["compute_s"][0]) == 40
+    story = run.story()
+    assert len(story.series[0]["compute_s"][0]) == 40
+    assert np.unique(story.tables["buckets"]["step"]).tolist() == list(range(40))
+    told, tables = unpack(RunFeed(engines.feeds, _refuses, lambda: run, run).snapshot())
+    assert told.run.state == "finished"
+    assert {seat.rank for seat in told.world.seats} == {0, 1}
+    assert len(tables["buckets"]["step"]) == len(story.tables["buckets"]["step"])
+    report = run.report(tmp_path / "run.html")
+    assert "Gradient sync" in run.figure("sync").text
+    assert 1e6 < report.stat().st_size < 3e6
 
 
 def test_who_acknowledges_nothing_is_sent_no_more(cluster, until):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from bokeh.util.paths import bokehjs_path
 from PIL import Image
+from stories import synthetic_story
 from synthetic import SyntheticRun
 
 from nbdist.errors import WrongState
@@ -112,10 +113,10 @@ def test_bokehjs_is_the_installed_packages_own_file():
 
 def test_modules_import_only_what_comes_before_them():
     """The one module that a page gets defines everything before it is used."""
-    for number, name in enumerate(bd.MODULES):
+    for number, name in enumerate((*bd.MODULES, *bd.REPORT_MODULES)):
         text = bd._text(f"{name}.js")
         imported = set(re.findall(r'from "\./(\w+)\.js"', text))
-        assert imported <= set(bd.MODULES[:number]), name
+        assert imported <= set((*bd.MODULES, *bd.REPORT_MODULES)[:number]), name
     assert not re.search(r"^(import|export (?!const \{ show))", bd.views_module(), re.MULTILINE)
 
 
@@ -371,6 +372,11 @@ def test_a_picture_of_a_run_is_small_and_sharp():
     assert len(data) < 80_000
 
 
+def steps_table(at):
+    table = {column: np.full(len(at), np.nan) for column in fr.TABLES["steps"]}
+    return table | {"ended_at": at, "compute_s": np.full(len(at), 0.5), "slot": np.zeros(len(at))}
+
+
 def story(num_steps):
     rows = np.zeros(num_steps, ROWS)
     rows["step"] = np.arange(num_steps)
@@ -381,7 +387,7 @@ def story(num_steps):
         title="A run",
         rows=rows,
         evaluations=[Evaluation(step=1, at=101.0, metrics={"loss": 0.5, "odd": float("nan")})],
-        series={0: {"compute_s": (rows["at"] - 0.1, np.full(num_steps, 0.5))}},
+        tables={"steps": steps_table(rows["at"])} if num_steps else {},
     )
 
 
@@ -397,6 +403,29 @@ def test_a_story_becomes_one_frame(num_steps):
     if num_steps == 6:
         assert tables["phases"]["generation"].tolist() == [1, 2]
         assert tables["steps"]["compute_s"].tolist() == [0.5] * 6
+
+
+def test_a_long_story_becomes_a_frame_of_bounded_size():
+    """Extremes stay, and the frame names the tables that were thinned out."""
+    long = story(100_000)
+    long.rows["loss"][54_321] = 99.0
+    header, tables = fr.unpack(story_frame(long))
+    assert set(header.thinned) == {"rows", "steps"}
+    assert tables["rows"]["loss"].max() == 99.0
+    assert len(tables["rows"]["step"]) <= 4_100
+    assert len(tables["steps"]["step"]) <= 24_100
+
+
+def test_a_storys_frame_tells_who_was_there_at_the_end():
+    """The members of the last group, with the memory that they held."""
+    whole = synthetic_story(SyntheticRun(length_s=20.5))  # slot 2 was lost, and is not back yet
+    memory = {"at": [1.0, 2.0], "slot": [0, 0], "rss_bytes": [5e8, 6e8], "device_bytes": [0.0, 0.0]}
+    whole.tables["memory"] = {name: np.array(values) for name, values in memory.items()}
+    header, tables = fr.unpack(story_frame(whole))
+    ranks = {seat.slot: seat.rank for seat in header.world.seats}
+    assert (ranks[0], ranks[2]) == (0, None)
+    assert header.world.seats[0].memory_bytes == 6e8
+    assert {"buckets", "spans", "seats"} <= set(tables)
 
 
 def test_a_picture_can_be_drawn_before_anything_happened():

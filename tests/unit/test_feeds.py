@@ -28,6 +28,7 @@ from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.supervisor.attempts import SETTLED_S
 from nbdist.supervisor.changes import Changes
 from nbdist.supervisor.collector import Collector
+from nbdist.supervisor.details import DetailReader
 from nbdist.supervisor.feeds import LINGER_S, MAX_SUBSCRIPTIONS, NUM_KEPT, Feeds
 from nbdist.supervisor.flow import DROP_S, PAUSE_S
 from nbdist.supervisor.packing import IDLE_PERIOD_S, MAX_INCIDENTS, Sources
@@ -268,6 +269,33 @@ def test_buckets_and_spans_are_whole_steps(house, made_up):
     assert set(column("buckets.size_bytes")) == {1e6}
     kinds = [3, 4, 4, 5, 6, 8]
     assert sorted(column("spans.kind")) == sorted(kinds * 2)
+
+
+def test_details_are_told_oldest_first(house, made_up):
+    """In a snapshot too: the last rows are those of the newest step."""
+    house.begin()
+    house.train(made_up(0), made_up(1), steps=range(5))
+    house.wait(1)
+    house.order(SUBSCRIBE)
+    house.wait(0.5)
+    steps = house.client.column("buckets.step")
+    assert steps == sorted(steps)
+    assert set(steps) == set(range(5))
+
+
+def test_of_a_run_that_is_over_the_worst_steps_are_told_too(house, made_up):
+    """Those before the last ones with most communication in the open; else they are not."""
+    engines = made_up(0), made_up(1)
+    house.begin()
+    house.train(*engines, steps=[0], tail_ms=30)
+    house.train(*engines, steps=range(1, 60))
+    house.wait(1)
+    series = house.collector.series
+    for is_over, first in ((False, 10), (True, 0)):
+        tables = DetailReader(0.0).read(series, house.now, 10_000, with_worst=is_over)
+        assert tables["buckets"]["step"].min() == first
+    few = DetailReader(0.0).read(series, house.now, 300, with_worst=True)
+    assert {0, 59} <= set(few["buckets"]["step"].tolist())
 
 
 def test_a_bucket_that_was_never_done_has_no_end(house, made_up):

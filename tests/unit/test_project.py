@@ -174,6 +174,19 @@ def test_package_json_files_carry_the_same_version():
             assert json.loads(text)["version"] in {npm, __version__}, name
 
 
+def test_lock_files_of_node_name_no_address():
+    """Whichever registry is set up serves what they pin; each package is told by its digest."""
+    locks = {
+        n: json.loads(t) for n, t in project_texts().items() if n.endswith("package-lock.json")
+    }
+    assert locks
+    for name, lock in locks.items():
+        packages = {where: told for where, told in lock["packages"].items() if where}
+        assert packages
+        assert all(told["integrity"] for told in packages.values()), name
+        assert '"resolved"' not in project_texts()[name], name
+
+
 def test_pre_commit_hooks_are_local():
     """No hook needs the network: all are local and run what .venv holds."""
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))

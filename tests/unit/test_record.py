@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from stories import synthetic_story
 
 from nbdist.errors import RecordUnreadable
 from nbdist.protocol.events import Incident
+from nbdist.protocol.frames import STATES
 from nbdist.protocol.orders import WorldView
+from nbdist.protocol.record import SCHEMA, story_lines
 from nbdist.protocol.story import ROWS, Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.topology import Member, Membership
 from nbdist.supervisor.collector import Collector
-from nbdist.supervisor.record import SCHEMA, Recorder
+from nbdist.supervisor.record import Recorder
 from nbdist.supervisor.replay import read
 from nbdist.supervisor.series import Series
+from nbdist.views.playback import story_frame
 
 LOST = Incident(kind="lost", slots=(1,), ranks=(1,), cause="SIGKILL", generation_before=1, step=3)
 
@@ -99,6 +105,64 @@ def test_a_whole_run_is_read_as_it_was_written(path, made_up):
             replay.series.last_steps(slot), live.series.last_steps(slot), strict=True
         ):
             np.testing.assert_array_equal(one.records, other.records)
+
+
+def test_what_slots_did_is_kept_for_the_last_steps_and_the_worst(path, made_up):
+    """Of 100 steps buckets and spans of the last 50 and of the 20 with the longest tails before
+    them, oldest first; of all steps how long they took; who was in the group when."""
+    collector = Collector(Series(max_mb=5))
+    collector.recorder = recorder = Recorder(path, title="")
+    recorder.world(view(), 1.0)
+    for slot in (0, 1):
+        engine = made_up(slot)
+        for step in range(100):
+            engine.step(step, tail_ms=9 if step == 7 else 1 + step / 1000)
+            engine.put(Kind.MEMORY_RSS, value=5e8)
+            collector.take(engine.batch(), 1)
+    recorder.world(view(generation=2, slots=(0,)), 3.0)
+    recorder.close("finished")
+    story = read(path).story()
+    assert story.state == "finished"
+    tables = story.tables
+    kept = [7, *range(31, 50), *range(50, 100)]
+    for name in ("buckets", "spans"):
+        assert np.unique(tables[name]["step"]).tolist() == kept
+        assert (np.diff(tables[name]["step"]) >= 0).all()
+    assert len(tables["buckets"]["step"]) == len(kept) * 2 * 2
+    assert sorted(tables["steps"]["step"]) == sorted([*range(100)] * 2)
+    assert set(tables["memory"]["rss_bytes"]) == {5e8}
+    assert np.isnan(tables["memory"]["device_bytes"]).all()
+    assert tables["seats"]["slot"].tolist() == [0, 1, 0, 1]
+    assert [STATES[int(state)] for state in tables["seats"]["state"]] == [
+        *("member", "member", "member", "empty")
+    ]
+    assert tables["phases"]["world_size"].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("packs", [bytes, gzip.compress])
+def test_a_story_is_a_record_too(path, packs):
+    """What its lines say is the same story; a report saves them, packed or not."""
+    story = replace(synthetic_story(), notes=["a note"], state="failed", fault="ValueError: no")
+    path.write_bytes(packs(story_lines(story, nbdist="1")))
+    again = read(path).story()
+    np.testing.assert_array_equal(again.rows, story.rows)
+    assert (again.title, again.incidents, again.notes) == (
+        *(story.title, story.incidents, story.notes),
+    )
+    assert (again.state, again.fault) == (story.state, story.fault)
+    assert again.tables.keys() == story.tables.keys()
+    for name, table in story.tables.items():
+        for column, values in table.items():
+            np.testing.assert_array_equal(again.tables[name][column], values)
+    assert again.series.keys() == story.series.keys()
+    assert story_frame(again) == story_frame(story)
+
+
+def test_a_packed_record_that_is_cut_short_is_refused(path):
+    """It says so, and names the file."""
+    path.write_bytes(gzip.compress(b"x" * 1000)[:-12])
+    with pytest.raises(RecordUnreadable, match=str(path)):
+        read(path)
 
 
 def test_only_what_changes_is_written(path):

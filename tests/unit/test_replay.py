@@ -10,8 +10,9 @@ from nbdist import cli
 from nbdist.cli.seconds import lines
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import Generation
+from nbdist.protocol.record import Happened, Header, World
 from nbdist.protocol.story import ROWS
-from nbdist.supervisor.record import Happened, Header, Recorder, World
+from nbdist.supervisor.record import Recorder
 from nbdist.supervisor.replay import Replay
 from nbdist.views import report
 
@@ -102,17 +103,17 @@ def test_the_command_prints_run_incidents_and_notes(record, capsys):
 
 
 def test_a_report_is_written_where_one_is_wanted(record, tmp_path, monkeypatch, capsys):
-    """By whoever draws reports, from the run's story."""
+    """By whoever draws reports, from the run's story and with its record."""
     written = []
 
-    def write(path, story):
-        written.append(story.title)
+    def write(path, story, *, record):
+        written.append((story.title, record))
         return path
 
     monkeypatch.setattr(report, "write_report", write)
     out = tmp_path / "run.html"
     assert cli.main(["replay", str(record), "--report", str(out)]) == 0
-    assert written == ["a small run"]
+    assert written == [("a small run", record)]
     assert f"report: {out}" in capsys.readouterr().out
 
 

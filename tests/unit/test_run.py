@@ -543,6 +543,8 @@ def test_a_story_has_what_each_slot_did(run, supervisor):
     assert at.tolist() == [10, 14]
     np.testing.assert_allclose(values, [0.1, 0.5], rtol=1e-6)
     assert set(story.series[0]) == {"compute_s", "memory_rss_bytes"}
+    assert set(story.tables) == {"steps", "memory"}
+    assert story.state == "finished"
     assert story.series[2]["memory_device_bytes"][1].tolist() == [7e9]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import os
 import re
 import subprocess
 import sys
@@ -12,14 +16,22 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from stories import synthetic_story
 
+from nbdist._version import __version__
+from nbdist.protocol import frames as fr
 from nbdist.protocol.events import Incident
+from nbdist.protocol.record import story_lines
 from nbdist.protocol.story import ROWS, Evaluation, RunStory
 from nbdist.views import facts, figures, palette
+from nbdist.views.bundle import bokehjs, report_module
 from nbdist.views.chart import Chart
-from nbdist.views.report import Check, figure, page, write_report
+from nbdist.views.figures import figure
+from nbdist.views.lanes import LANE_NAMES, lanes
+from nbdist.views.report import Check, page, write_report
 
 NUM_STEPS = 30
+OVER_STEPS = [name for name in figures.NAMES if name not in LANE_NAMES]
 
 
 def incident(kind="lost", slot=2, step=10, before=1, after=2, **more):
@@ -181,7 +193,7 @@ def test_figures_show_the_rows():
     assert world["ranks"].tolist() == [4, 3, 4, 4]
 
 
-@pytest.mark.parametrize("name", figures.NAMES)
+@pytest.mark.parametrize("name", OVER_STEPS)
 def test_every_incident_is_marked_on_every_chart(name):
     """At its step, numbered as in the table, in its slot's colour and its kind's shape."""
     marks = next(d for d in sources_of(figure(make_story(), name)) if "marker" in d)
@@ -191,7 +203,7 @@ def test_every_incident_is_marked_on_every_chart(name):
     assert marks["marker"] == ["inverted_triangle", "triangle"]
 
 
-@pytest.mark.parametrize("name", figures.NAMES)
+@pytest.mark.parametrize("name", OVER_STEPS)
 def test_figures_stand_what_runs_bring(name):
     """No steps, one step, losses that are no numbers, thousands of steps."""
     wild = with_rows(loss=(slice(0, 5), np.inf), seconds=(3, 0.0))
@@ -213,31 +225,56 @@ def test_a_long_line_keeps_its_extremes():
 
 def test_a_chart_that_does_not_exist_is_refused():
     """The error lists those that do."""
-    with pytest.raises(ValueError, match="no chart 'lose': there are loss, throughput, world"):
+    with pytest.raises(
+        ValueError, match="no chart 'lose': there are loss, throughput, world, sync, membership"
+    ):
         figure(make_story(), "lose")
 
 
-def test_a_reference_is_drawn_beneath_and_named():
-    """Two lines, told apart by a legend."""
-    reference = replace(make_story(incidents=[]), title="undisturbed")
-    chart = figure(make_story(), "loss", reference=reference)
-    assert [item.label.value for item in chart.legend[0].items] == ["undisturbed", "a run"]
+# ---- lanes
 
 
-def test_series_have_a_line_for_each_slot_in_its_colour():
-    """In the chart's unit, from the run's start, with a hole where the seat was empty."""
-    x = 100 + np.array([1.0, 2.0, 3.0, 33.0, 34.0])
-    series = {slot: {"compute_s": (x, np.full(5, 0.01))} for slot in (0, 3)}
-    compute, memory = figures.SERIES_CHARTS
-    chart = figures.series_figure(make_story(series=series), compute)
-    assert [r.glyph.line_color for r in chart.renderers] == [
-        palette.slot_colour(0),
-        palette.slot_colour(3),
+def test_the_sync_of_the_last_step_has_lanes_of_bars():
+    """Computing above, buckets below, from the beginning of the step; its sentence has numbers."""
+    shown = lanes(synthetic_story(), "sync")
+    assert shown.names == ("slot 0", "slot 1", "slot 2", "slot 3")
+    assert {bar.lane for bar in shown.bars} == {0, 1, 2, 3}
+    buckets = [bar for bar in shown.bars if bar.what.startswith("bucket")]
+    assert len(buckets) == 4 * 4
+    assert min(bar.top for bar in buckets) > max(b.bottom for b in shown.bars if b not in buckets)
+    assert min(bar.began for bar in shown.bars) == 0
+    assert "Gradient sync of step 301: 4 buckets on 4 slots" in shown.sentence
+
+
+def test_membership_has_a_bar_for_each_state_of_a_slot():
+    """A slot that was lost is grey for a while, and comes back in its own colour."""
+    shown = lanes(synthetic_story(), "membership")
+    lives = [(bar.what, bar.colour) for bar in shown.bars if bar.lane == 2]
+    own = palette.slot_colour(2)
+    assert [what for what, _ in lives] == [
+        *("starting", "generation 1", "empty", "starting", "generation 3")
     ]
-    data = chart.renderers[0].data_source.data
-    assert np.array_equal(data["y"], [10, 10, 10, np.nan, 10, 10], equal_nan=True)
-    assert data["x"][0] == pytest.approx(1.0)
-    assert figures.series_figure(make_story(series=series), memory) is None
+    assert [colour for what, colour in lives if what.startswith("gen")] == [own, own]
+    assert "4 slots over 60" in shown.sentence or "4 slots over 59" in shown.sentence
+
+
+@pytest.mark.parametrize("name", LANE_NAMES)
+def test_lanes_that_nothing_is_known_of_say_why(name):
+    """In the chart, its text and its bokeh figure."""
+    chart = Chart(make_story(), name)
+    assert "known" in chart.text
+    lines = [part.text for part in ET.fromstring(chart.svg)[1:]]
+    assert chart.text in " ".join(filter(None, lines))
+    assert list(chart.bokeh.renderers[0].data_source.data["left"]) == []
+
+
+@pytest.mark.parametrize("name", LANE_NAMES)
+def test_lanes_are_drawn_by_bokeh_too(name):
+    """As many bars, with the names of the slots."""
+    story = synthetic_story()
+    chart, shown = figure(story, name), lanes(story, name)
+    assert len(chart.renderers[0].data_source.data["left"]) == len(shown.bars) > 10
+    assert tuple(chart.yaxis[0].major_label_overrides.values()) == shown.names
 
 
 # ---- the page
@@ -268,11 +305,17 @@ class Resources(HTMLParser):
             self.text.append(data)
 
 
+def held(html, name):
+    """What an element of the page holds, unpacked."""
+    (text,) = re.findall(rf'id="{name}">([^<]*)<', html)
+    return gzip.decompress(base64.b64decode(text))
+
+
 @pytest.fixture(scope="module")
 def html():
     x = 100 + np.arange(1.0, 6.0)
-    story = make_story(
-        title="<script>alert(1)</script> & co",
+    story = replace(
+        synthetic_story(title="<script>alert(1)</script> & co"),
         series={0: {"memory_rss_bytes": (x, np.full(5, 2.0**28))}},
         evaluations=[Evaluation(step=20, at=104.0, metrics={"accuracy": 0.5})],
         notes=["12 records <b>dropped</b>"],
@@ -282,35 +325,65 @@ def html():
 
 
 def test_the_page_fetches_nothing(html):
-    """No attribute, style or import names another resource: it opens offline."""
+    """No attribute, style or import names another resource, and a policy forbids it: offline."""
     resources = Resources(html)
-    assert resources.fetched == []
+    assert {value.partition(",")[0] for value in resources.fetched} == {
+        "data:image/png;base64",
+        "data:application/gzip;base64",
+    }
     styles = "".join(resources.styles)
     assert not re.search(r"@import|url\(\s*['\"]?(?!data:)", styles)
     assert "link" not in resources.tags
-    assert len(re.findall(r"<script\b[^>]*>", html)) >= 3
+    assert "default-src 'none'" in html
+    assert len(html) < 3_000_000
+
+
+def test_the_page_holds_the_run_and_what_draws_it(html):
+    """A frame with the run's buckets, the installed BokehJS, the views' modules, a picture."""
+    header, tables = fr.unpack(held(html, "nbdist-frame"))
+    assert not header.is_live
+    assert header.run.state == "finished"
+    assert {"rows", "steps", "buckets", "spans", "seats", "phases"} <= set(tables)
+    _, beneath = fr.unpack(held(html, "nbdist-reference"))
+    assert beneath["rows"]["step"].tolist() == list(range(NUM_STEPS))
+    assert bokehjs().replace("</script", "") in html
+    assert report_module() in html
+    for name in ("nbdist-settings", "nbdist-figures"):
+        (text,) = re.findall(rf'id="{name}">([^<]*)<', html)
+        assert json.loads(text)
+
+
+def test_no_script_ends_early(html):
+    """Code has no end tag within; each script element has one."""
+    assert html.count("<script") == html.count("</script>") == 6 + bokehjs().count("<script")
+    assert "<!--" not in report_module()
 
 
 def test_the_page_says_everything_in_words(html):
-    """Facts, checks, incidents, evaluations, notes, and a table beside each chart."""
+    """Facts, checks, incidents, evaluations, notes and tables stand there without scripts."""
     resources = Resources(html)
     text = " ".join(" ".join(resources.text).split())
     for words in (
-        *("1 of 7 checks failed", "replicas are equal : rank 2 differs", "2.100", "1 → 2"),
-        *("Loss as a table", "Throughput as a table", "Ranks and generations as a table"),
-        *(
-            "Beneath, in grey: undisturbed.",
-            "Memory of each engine",
-            "256.0",
-            "accuracy",
-            "12 records <b>dropped</b>",
-            "▼ lost",
-        ),
+        *("1 of 7 checks failed", "replicas are equal : rank 2 differs", "1.617", "1 → 2"),
+        *("Steps as a table", "Memory of each engine as a table", "256.0", "accuracy"),
+        *("12 records <b>dropped</b>", "▼ lost", "Save the record"),
     ):
         assert words in text
-    assert resources.tags.count("figure") == 4
-    assert resources.tags.count("details") == 4
-    assert html.count('role="img" aria-label="') == 4
+    assert resources.tags.count("details") == 2
+    assert re.search('<img src="data:image/png;base64,[^"]+" alt="Loss over 302 steps', html)
+
+
+@pytest.mark.parametrize("record", [None, b'{"type": "Header"}\n', os.urandom(4_000_000)])
+def test_the_page_holds_the_record(record, tmp_path):
+    """That which the run wrote, where it is not too large; else one that its story makes."""
+    story, path = make_story(), tmp_path / "run.jsonl"
+    if record is not None:
+        path.write_bytes(record)
+    text = page(story, record=None if record is None else path)
+    (packed,) = re.findall('href="data:application/gzip;base64,([^"]+)"', text)
+    lines = gzip.decompress(base64.b64decode(packed))
+    own = story_lines(story, nbdist=__version__)
+    assert lines == (record if record is not None and len(record) < 1_000_000 else own)
 
 
 def test_what_users_write_is_text_and_not_html(html):
@@ -349,7 +422,7 @@ def test_a_chart_draws_itself_small_and_without_a_network(name, num_steps):
     shown = Chart(story, name)._repr_mimebundle_(include=None, exclude=None)
     root = ET.fromstring(shown["image/svg+xml"])
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert root[0].text == facts.describe(story, name)
+    assert root[0].text == figures.text_of(story, name)
     assert shown["text/plain"] == f"<chart: {root[0].text}>"
     assert len(shown["image/svg+xml"]) < 30_000
     assert not re.search("href|script|url", shown["image/svg+xml"])
@@ -367,5 +440,7 @@ def test_a_chart_parts_its_line_where_a_loss_is_no_number():
 def test_a_chart_has_a_bokeh_figure_and_a_name():
     """The one that reports hold; other names are refused."""
     assert Chart(make_story(), "loss").bokeh.renderers
-    with pytest.raises(ValueError, match="no chart 'lost': there are loss, throughput, world"):
+    with pytest.raises(
+        ValueError, match="no chart 'lost': there are loss, throughput, world, sync, membership"
+    ):
         Chart(make_story(), "lost")

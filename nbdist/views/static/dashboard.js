@@ -107,6 +107,11 @@ class Dashboard {
     if (this.missing.textContent !== text) this.missing.textContent = text;
   }
 
+  /** Another run beneath this one. @param {string} title @param {import("./types").Columns} rows */
+  compare(title, rows) {
+    for (const panel of this.panels) if (panel instanceof Loss) panel.compare(title, rows);
+  }
+
   /** @param {{id: string, state: string, text: string}} message */
   answer(message) {
     this.ranks?.orders.answer(message);

@@ -2,6 +2,7 @@
 
 import { element, lossText, NONE, number } from "./format.js";
 import { Panel } from "./panel.js";
+import { Table } from "./store.js";
 
 /** @typedef {import("./store.js").Store} Store */
 
@@ -43,6 +44,7 @@ export class Loss extends Panel {
       figures: ["loss"],
     });
     this.look = look;
+    /** @type {{title: string, rows: Table} | null} */ this.reference = null;
     const label = this.tools.appendChild(element("label", "", "over "));
     this.over = label.appendChild(element("select"));
     for (const name of ["steps", "samples", "seconds"]) this.over.append(new Option(name));
@@ -50,9 +52,14 @@ export class Loss extends Panel {
     this.twin = () => this.numbers();
   }
 
-  /** @param {Store} store */
-  x(store) {
-    const { rows } = store;
+  /** Another run, to be drawn beneath. @param {string} title @param {import("./types").Columns} rows */
+  compare(title, rows) {
+    this.reference = { title, rows: new Table(Infinity) };
+    this.reference.rows.append(rows);
+  }
+
+  /** @param {Table} rows */
+  x(rows) {
     if (this.over.value === "steps") return rows.get("step");
     if (this.over.value === "seconds") return rows.get("at").map((at) => at - rows.get("at")[0]);
     let sum = 0;
@@ -74,17 +81,22 @@ export class Loss extends Panel {
     const bad = losses.findIndex((value) => !Number.isFinite(value));
     const wild = bad < 0 ? "" : ` It is not a number from step ${number(rows.get("step")[bad])} on.`;
     const repeated = [...store.incidents.values()].reduce((sum, i) => sum + i.samples_lost + i.samples_repeated, 0);
+    const beneath = this.reference ? ` Beneath, in grey: ${this.reference.title}.` : "";
     this.say(
       `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${number(rows.length)} steps; ` +
-        `${store.incidents.size} incidents, ${number(repeated)} samples lost or repeated.${wild}`,
+        `${store.incidents.size} incidents, ${number(repeated)} samples lost or repeated.${wild}${beneath}`,
     );
     this.fillTwin();
     if (!this.isReady) return;
     const [chart] = this.charts;
-    const x = this.x(store);
+    const x = this.x(rows);
     chart.figure.below[0].axis_label = this.over.value === "steps" ? "step" : this.over.value;
     const shown = { x, loss: losses, step: rows.get("step") };
     chart.set("loss", { ...shown, generation: rows.get("generation"), ranks: rows.get("world_size") });
+    if (this.reference) {
+      const { rows: other } = this.reference;
+      chart.set("reference", { x: this.x(other), value: other.get("loss") });
+    }
     chart.set("marks", marks(store, this.look, known.length ? Math.max(...known) : 1, x));
   }
 

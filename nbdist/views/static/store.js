@@ -44,6 +44,16 @@ export class Table {
   }
 }
 
+/** Attempts come slot by slot; who looks at the last ones wants those of all slots. @param {Columns | undefined} added */
+function byTime(added) {
+  const ended = added?.ended_at;
+  if (!added || !ended) return added;
+  const order = [...ended.keys()].sort((a, b) => ended[a] - ended[b]);
+  return Object.fromEntries(
+    Object.entries(added).map(([name, values]) => [name, Float64Array.from(order, (i) => values[i])]),
+  );
+}
+
 /** Everything that views draw from. */
 export class Store {
   constructor() {
@@ -65,7 +75,8 @@ export class Store {
     for (const { number, incident } of header.incidents) this.incidents.set(number, incident);
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
-    for (const name of /** @type {const} */ (["steps", "buckets", "spans", "seats", "phases"])) {
+    this.steps.append(byTime(tables.steps));
+    for (const name of /** @type {const} */ (["buckets", "spans", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
   }

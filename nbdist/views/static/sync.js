@@ -22,6 +22,9 @@ const RECENT_STEPS = 20;
 const LETTER_SHARE = 0.03;
 const MAX_LANES = 16;
 const LANES_PX = 300;
+const ALONE = "One rank has nobody to sum its gradients with: there is no gradient sync.";
+const NOT_YET = "No bucket of gradients has been summed yet. Buckets come with a trainer that uses data parallelism.";
+const GONE = "No bucket of this run is known: it summed no gradients in buckets, or what was told of them is not kept.";
 
 /** What one slot did in one attempt at a step. */
 class Part {
@@ -166,11 +169,8 @@ export class Sync extends Panel {
     this.known = attempts(store);
     if (!this.known.length) {
       const alone = (store.world?.world_size ?? 0) < 2;
-      this.explain(
-        alone
-          ? "One rank has nobody to sum its gradients with: there is no gradient sync."
-          : "No bucket of gradients has been summed yet. Buckets come with a trainer that uses data parallelism.",
-      );
+      const none = store.isOver ? GONE : NOT_YET;
+      this.explain(alone ? ALONE : none);
       return;
     }
     this.explain("");

@@ -33,6 +33,8 @@ export interface Settings {
 export interface Shown {
   take(frame: Frame): void;
   answer(message: { id: string; state: string; text: string }): void;
+  /** Another run beneath this one. */
+  compare(title: string, rows: Columns): void;
   setAge(age: number): void;
   cut(): void;
   picture(): HTMLCanvasElement | null;

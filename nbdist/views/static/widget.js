@@ -4,6 +4,8 @@
 // state) and shares what a page needs once through one key of `globalThis`. BokehJS and the views
 // come as binary messages, which are never stored.
 
+import { unpacked, unpackedFrame } from "./frame.js";
+
 /** @typedef {import("./types").Model} Model */
 /** @typedef {import("./types").Message} Message */
 /** @typedef {import("./types").Code} Code */
@@ -13,39 +15,12 @@
 const SHARED = /** @type {Record<symbol, import("./types").Page>} */ (/** @type {unknown} */ (globalThis));
 const PAGE = (SHARED[Symbol.for("nbdist")] ??= { code: new Map(), early: new Map() });
 
-const SCHEMA = 1;
 const MAX_EARLY = 240;
 const OPEN_LIMIT_MS = 1500;
 const STALE_AFTER_S = 3;
 const ASK_AFTER_S = 10;
 const ACK_EVERY = 4;
 const FREEZE_AFTER_MS = 300;
-
-/**
- * A frame, as `nbdist.protocol.frames` packs it.
- * @param {DataView} view @returns {import("./types").Frame}
- */
-function unpackedFrame(view) {
-  // A buffer may begin anywhere in its message; arrays of numbers must not.
-  const bytes = new Uint8Array(view.buffer, view.byteOffset, view.byteLength).slice().buffer;
-  const start = 4 + new DataView(bytes).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, start - 4)));
-  if (header.schema !== SCHEMA) throw new Error(`a frame of schema ${header.schema}`);
-  /** @type {import("./types").Frame["tables"]} */
-  const tables = {};
-  for (const [name, type, offset, num] of header.columns) {
-    const [table, column] = name.split(".");
-    const kind = type === "f8" ? Float64Array : Float32Array;
-    (tables[table] ??= {})[column] = new kind(bytes, start + offset, num);
-  }
-  return { header, tables };
-}
-
-/** Unpack gzip, as sent by the kernel. @param {DataView} bytes @returns {Promise<string>} */
-async function unpacked(bytes) {
-  const packed = new Blob([/** @type {BlobPart} */ (/** @type {unknown} */ (bytes))]).stream();
-  return new Response(packed.pipeThrough(new DecompressionStream("gzip"))).text();
-}
 
 /** Run a module from its text. @param {string} text @returns {Promise<any>} */
 async function imported(text) {

@@ -1,0 +1,177 @@
+"""Bars in a lane for each slot: a step's gradient sync, and who was in the job when. Pure.
+
+For charts that are made from a story; the live views have their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nbdist.protocol.frames import STATES
+from nbdist.protocol.telemetry import Kind
+from nbdist.views import palette
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from nbdist.protocol.frames import Table
+    from nbdist.protocol.story import RunStory
+
+LANE_NAMES = ("sync", "membership")
+"""Charts of lanes; each is drawn where the story has what it needs, and else says why not."""
+MAX_LANES = 16
+
+_BUCKET_COLOUR = "#D55E00"
+_AWAY_COLOUR = "#d9dce0"
+_SPANS = {
+    Kind.DATA: ("data", "#8c959f"),
+    Kind.FORWARD: ("forward", "#56B4E9"),
+    Kind.BACKWARD: ("backward", "#0072B2"),
+    Kind.VOTE: ("vote", "#CC79A7"),
+    Kind.OPTIMIZER: ("optimizer", "#009E73"),
+}
+_UPPER, _LOWER, _WHOLE = (0.08, 0.48), (0.52, 0.92), (0.15, 0.85)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """Something that lasted."""
+
+    lane: int
+    top: float
+    """From the lane's upper edge, as a share of its height."""
+    bottom: float
+    began: float
+    ended: float
+    colour: str
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """A chart of them."""
+
+    unit: str
+    """Of the times."""
+    sentence: str
+    """What it shows, or why it shows nothing."""
+    names: tuple[str, ...] = ()
+    bars: list[Bar] = field(default_factory=list)
+    keys: tuple[tuple[str, str], ...] = ()
+    """Colour and what it stands for, where slots have not their own."""
+
+
+def lanes(story: RunStory, name: str) -> Lanes:
+    """The chart of that name, one of `LANE_NAMES`."""
+    return _sync(story) if name == "sync" else _membership(story)
+
+
+def _sync(story: RunStory) -> Lanes:
+    unit, buckets = "ms since the step began", story.tables.get("buckets")
+    if buckets is None or not len(buckets["step"]):
+        sentence = (
+            "No bucket of gradients is known: none was summed, as where one rank trains alone, "
+            "or what was told of them is not kept."
+        )
+        return Lanes(unit=unit, sentence=sentence)
+    last = {name: buckets[name][-1] for name in ("step", "generation", "attempt")}
+    buckets, spans = _of(buckets, last), _of(story.tables.get("spans", {}), last)
+    starts = [buckets["launch_at"], *([spans["began_at"]] if spans else [])]
+    zero = float(np.nanmin(np.concatenate(starts)))
+    slots = np.unique(buckets["slot"]).astype(int).tolist()
+    shown = slots[:MAX_LANES]
+    bars = [bar for lane, slot in enumerate(shown) for bar in _step_bars(spans, slot, lane, zero)]
+    for lane, slot in enumerate(shown):
+        for place in np.flatnonzero(buckets["slot"] == slot):
+            began, ended = (float(buckets[n][place]) for n in ("launch_at", "done_at"))
+            what = f"bucket {int(buckets['bucket'][place])}"
+            bars += _bar(lane, _LOWER, began - zero, ended - zero, _BUCKET_COLOUR, what)
+    first, end = float(np.nanmin(buckets["ready_at"])), float(np.nanmax(buckets["done_at"]))
+    num = len(np.unique(buckets["bucket"]))
+    sentence = (
+        f"Gradient sync of step {int(last['step'])}: {num} {'bucket' if num == 1 else 'buckets'} "
+        f"on {len(slots)} slots, {(end - first) * 1000:.1f} ms from the first that was ready to "
+        "the last sum. Above computing, below communication."
+    )
+    keys = tuple((colour, what) for what, colour in (*_SPANS.values(), ("bucket", _BUCKET_COLOUR)))
+    return Lanes(unit=unit, sentence=sentence, names=_names(shown), bars=bars, keys=keys)
+
+
+def _step_bars(spans: Table, slot: int, lane: int, zero: float) -> Iterator[Bar]:
+    for place in np.flatnonzero(spans["slot"] == slot) if spans else ():
+        kind = int(spans["kind"][place])
+        if kind in _SPANS:
+            what, colour = _SPANS[Kind(kind)]
+            began, ended = (float(spans[n][place]) - zero for n in ("began_at", "ended_at"))
+            yield from _bar(lane, _UPPER, began, ended, colour, what)
+
+
+def _bar(
+    lane: int, place: tuple[float, float], began: float, ended: float, colour: str, what: str
+) -> Iterator[Bar]:
+    """In ms; nothing where an end is not known."""
+    top, bottom = place
+    if np.isfinite(began) and np.isfinite(ended):
+        yield Bar(
+            lane=lane,
+            top=top,
+            bottom=bottom,
+            began=began * 1000,
+            ended=ended * 1000,
+            colour=colour,
+            what=what,
+        )
+
+
+def _membership(story: RunStory) -> Lanes:
+    unit, seats = "s since the first was there", story.tables.get("seats")
+    if seats is None or not len(seats["at"]):
+        sentence = "Who was in the job when is not known: the story does not tell it."
+        return Lanes(unit=unit, sentence=sentence)
+    at = seats["at"].astype(float)
+    began, end = float(at.min()), float(at.max())
+    if len(story.rows):
+        end = max(end, float(story.rows["at"][-1]))
+    slots = np.unique(seats["slot"]).astype(int).tolist()
+    bars = []
+    for lane, slot in enumerate(slots[:MAX_LANES]):
+        places = np.flatnonzero(seats["slot"] == slot)
+        edges = [*at[places], end]
+        for place, start, until in zip(places, edges[:-1], edges[1:], strict=True):
+            bars.append(_life(seats, int(place), lane, start - began, until - began))
+    generations = len(set(seats["generation"].tolist()) - {0})
+    sentence = (
+        f"{len(slots)} slots over {end - began:.1f} s: {generations} generations, "
+        f"{len(story.incidents)} incidents. Grey: in no group."
+    )
+    return Lanes(unit=unit, sentence=sentence, names=_names(slots[:MAX_LANES]), bars=bars)
+
+
+def _life(seats: Table, place: int, lane: int, began: float, ended: float) -> Bar:
+    state, slot = STATES[int(seats["state"][place])], int(seats["slot"][place])
+    is_member = state == "member"
+    top, bottom = _WHOLE
+    what = f"generation {int(seats['generation'][place])}" if is_member else state
+    colour = palette.slot_colour(slot) if is_member else _AWAY_COLOUR
+    return Bar(
+        lane=lane, top=top, bottom=bottom, began=began, ended=ended, colour=colour, what=what
+    )
+
+
+def _names(slots: list[int]) -> tuple[str, ...]:
+    return tuple(f"slot {slot}" for slot in slots)
+
+
+def _of(table: Table, key: dict[str, np.generic]) -> Table:
+    """The rows of one attempt at a step."""
+    if not table:
+        return {}
+    chosen: NDArray[np.bool_] = np.ones(len(table["step"]), np.bool_)
+    for name, value in key.items():
+        chosen &= table[name] == value
+    return {column: values[chosen] for column, values in table.items()}
