@@ -123,7 +123,7 @@ class Runs:
 
     def _why_over(self, name: RunId) -> str:
         run = self.find(name)
-        state = run.state if run is not None else "over"
+        state = run.state if run is not None else "over, or not known here"
         return f"the run is {state}; it takes no orders any more"
 
     def _every(self) -> list[Run]:

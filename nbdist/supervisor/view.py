@@ -84,4 +84,4 @@ def last_words(log: str, num_lines: int = 8) -> tuple[str, ...]:
     head = before.splitlines()[-num_lines // 2 :]
     what, _, threads = (crash + stack).partition("\n")
     _, current, own = threads.partition("Current thread")  # others may stand before it
-    return (*head, what, *(current + own or threads).strip().splitlines()[:num_lines])
+    return (*head, what, *(current + own or threads).strip("\n").splitlines()[:num_lines])
