@@ -100,7 +100,7 @@ def test_collective(four):
 
 def test_timeout_of_groups_is_torchs_own(four):
     """One rank may prepare data for longer than it takes to form a group: what users see has
-    torch's 30 minutes."""
+    torch's 30 minutes (pytorch#165422)."""
     minutes = (
         "[g._get_backend(device).options._timeout.total_seconds() for g in (dist.group.WORLD, sub)]"
     )
