@@ -110,7 +110,7 @@ def _tell(trip: _Trip) -> None:
     emit.span(
         Kind.BUCKET_DONE,
         trip.launched_ns,
-        parcel.done_ns,
+        max(parcel.done_ns, trip.launched_ns),  # it may end before who began it goes on
         ident=parcel.index,
         value=parcel.payload_bytes,
     )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nbdist.train.compression.residual import Residual, real
+from nbdist.train.compression.residual import Residual
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -88,7 +88,7 @@ class LowRank:
         rest: list[Tensor] = []
         start = 0
         for parameter in parcel.parameters:
-            shape = real(parameter).shape
+            shape = parameter.shape
             num = math.prod(shape)
             part = parcel.flat[start : start + num]
             start += num

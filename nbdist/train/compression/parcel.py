@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from nbdist.engine.works import WORKS
-from nbdist.train.compression.residual import real
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -51,7 +50,7 @@ class Parcel:
                 self._vote_view = view
             else:
                 self.parameters.append(parameter)
-                self._views.append(real(view))
+                self._views.append(view)
         empty = torch.zeros(0, device=vote.device)
         self.flat = torch.cat([empty, *(view.flatten() for view in self._views)]).float()
         self.vote = empty if self._vote_view is None else self._vote_view.clone()
@@ -78,7 +77,7 @@ class Parcel:
     def all_gather(self, block: Tensor) -> Generator[Wait, None, Tensor]:
         """Every rank's block, a row each. On the wire: n-1 times a block from each rank."""
         rows = block.new_empty((self.num_ranks, len(block)))
-        wait = self._follow(dist.all_gather_into_tensor(rows.view(-1), block, async_op=True))
+        wait = self._follow(dist.all_gather_single(rows.view(-1), block, async_op=True))
         self.payload_bytes += block.nbytes
         yield wait
         return rows

@@ -87,7 +87,8 @@ class Quantise:
         again = encode(mine[None])
         left[parcel.rank] += mine - decode(again)[0]
         result = _unpacked((yield from parcel.all_gather(_packed(again)[0])), length)
-        parcel.put(decode(result).view(-1), vote, is_finite=bool(result.scales.isfinite().all()))
+        is_finite = bool(result.scales.isfinite().all())
+        parcel.put(decode(result).view(-1)[:num], vote, is_finite=is_finite)
 
 
 def _packed(coded: Coded) -> Tensor:

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 class Residual:
     """What one rank has not sent yet, of each parameter's gradient."""
 
@@ -46,7 +41,7 @@ class Residual:
         """Add what was kept to these parameters' gradients, which lie end to end."""
         start = 0
         for parameter in parameters:
-            end = start + real(parameter).numel()
+            end = start + parameter.numel()
             if (kept := self._kept.get(parameter)) is not None:
                 flat[start:end] += kept
             start = end
@@ -55,7 +50,7 @@ class Residual:
         """What this attempt leaves, end to end; it may still be written to."""
         start = 0
         for parameter in parameters:
-            end = start + real(parameter).numel()
+            end = start + parameter.numel()
             self._pending[parameter] = flat[start:end]
             start = end
 
@@ -65,8 +60,7 @@ class Residual:
         for parameter in parameters:
             kept, gradient = self._kept.get(parameter), parameter.grad
             if kept is not None and gradient is not None:
-                whole = real(gradient)
-                whole += kept.view(whole.shape)
+                gradient += kept.view(gradient.shape)
                 self._pending[parameter] = None
 
     def settle(self, *, is_applied: bool, factor: float) -> None:

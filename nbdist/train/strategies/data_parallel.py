@@ -55,9 +55,9 @@ class DataParallel:
     last three leave a residual on each rank, which it sends later; a rank that joins begins with
     none, and that of a rank that is lost is lost with it. A gradient that is not finite is skipped.
     """
-    topk_share: float = 0.1
+    topk_share: float = 0.2
     """With "topk": the share of the numbers that is sent, more than 0 and at most 1."""
-    powersgd_rank: int = 4
+    powersgd_rank: int = 8
     """With "powersgd": the columns of a product. More: nearer to the gradient, and more bytes."""
     exact: bool = False
     """Whether sums are made in an order that does not depend on the number of ranks."""
@@ -81,6 +81,8 @@ class DataParallel:
 
     def exchange(self, module: nn.Module, num_votes: int) -> "Replicas":
         """The working half."""
+        if self.compress is not None:
+            _check_real(module)
         return Replicas(self, module, num_votes)
 
 
@@ -284,6 +286,15 @@ def _sum_bucket(
     if bucket.is_last():
         state.end(ready_ns)
     return summed
+
+
+def _check_real(module: nn.Module) -> None:
+    """torch's hook is given half of a complex gradient (2.13)."""
+    names = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
+    if names:
+        raise ValueError(
+            f"complex parameters cannot be compressed: {', '.join(names[:8])}; give compress=None"
+        )
 
 
 def _on_backend(tensor: Tensor) -> None:
