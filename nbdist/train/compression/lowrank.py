@@ -117,16 +117,18 @@ def orthonormal(columns: Tensor) -> Tensor:
 
     By Gram and Schmidt, in float64: they are few.
     """
-    done = columns.double()
-    lengths = _summed(done * done).sqrt()
-    for place in range(done.shape[1]):
+    num_rows, num_columns = columns.shape
+    done = columns.new_zeros((1 << (num_rows - 1).bit_length(), num_columns), dtype=torch.float64)
+    done[:num_rows] = columns
+    squares = _summed(done * done)
+    for place in range(num_columns):
         column = done[:, place : place + 1]
-        length = _summed(column * column).sqrt()
-        is_new = (length > _DEPENDENT * lengths[place]) & (length > 0)
-        column.copy_(torch.where(is_new, column / length, 0.0))
-        others = done[:, place + 1 :]
-        others -= column * _summed(column * others)
-    return done.float()
+        products = _summed(column * done[:, place:])  # with itself, and with those after it
+        is_new = (products[0] > _DEPENDENT**2 * squares[place]) & (products[0] > 0)
+        inverse = torch.where(is_new, 1 / products[0], 0.0)
+        done[:, place + 1 :] -= column * (products[1:] * inverse)
+        column *= inverse.sqrt()
+    return done[:num_rows].float()
 
 
 def product(p: Tensor, q: Tensor) -> Tensor:
@@ -138,12 +140,10 @@ def product(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _summed(rows: Tensor) -> Tensor:
-    """The sum of all rows, half of them onto the other half until there is one."""
+    """The sum of all rows, as many as a power of two: one half onto the other until one is left."""
     while len(rows) > 1:
-        half = (len(rows) + 1) // 2
-        upper = rows[:half].clone()
-        upper[: len(rows) - half] += rows[half:]
-        rows = upper
+        upper, lower = rows.chunk(2)
+        rows = upper + lower
     return rows[0]
 
 
