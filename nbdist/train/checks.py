@@ -39,3 +39,10 @@ def check_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless a value is among the allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {shown(value)}; it must be one of {list(allowed)}")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raise ValueError unless a value is a number, more than 0 and at most 1."""
+    check_positive(name, value)
+    if value > 1:
+        raise ValueError(f"{name} is {shown(value)}; it must be a share, at most 1")

@@ -124,11 +124,25 @@ def unpack(state: State, data: bytes) -> None:
         state.scheduler.load_state_dict(loaded["scheduler"])
     for name, obj in state.registered.items():
         obj.load_state_dict(_own(loaded["registered"][name]))
+    _settle(state, loaded["counters"])
     for name, value in loaded["counters"].items():
         setattr(state, name, value)
     state.attempt, state.committed_at, state.evaluated = 0, None, None
     state.clear_gradients()
     state.buffers.keep_all()
+
+
+def _settle(state: State, counters: dict[str, Any]) -> None:
+    """Tell the exchange what a loaded state makes of the steps that it has taken part in.
+
+    One step more: the others have committed what this rank had only sent. They cannot have done so
+    without all of it.
+    """
+    if counters["step"] == state.step + 1:
+        is_applied = counters["num_skipped"] == state.num_skipped
+        state.exchange.settle(is_applied=is_applied, factor=state.unit / counters["unit"])
+    elif counters["step"] != state.step:
+        state.exchange.forget()
 
 
 def digest(state: State) -> str:

@@ -78,6 +78,8 @@ class Step:
         self._votes_early = False
         self._result: list[float] | None = None
         """The vote of all ranks, once it is there."""
+        self._is_finite = True
+        """Whether the gradient of all ranks is, as far as the exchange has looked."""
         self._phase = "new"
         self._autocast = state.objective.autocast(state.device)
         self.is_held = False
@@ -153,7 +155,7 @@ class Step:
             self._lag()
         self._stamps.forward()
         with self._state.objective.autocast(self._state.device, is_suspended=True):
-            ready_ns, self._result = self._state.exchange.backward(
+            ready_ns, self._result, self._is_finite = self._state.exchange.backward(
                 value, weight, is_last=is_last, vote=vote, meanwhile=self._look_ahead
             )
         self._stamps.backward(ready_ns)
@@ -241,9 +243,10 @@ class Step:
             weight = len(self.indices) / self._num_global
             rank = exchange.place.at
             state.buffers.settle(changed, exchange.sum_, weight=weight, rank=rank)
-        rate = present_rate(state.optimizer)
+        rate, unit = present_rate(state.optimizer), state.unit
         if is_applied:
             is_applied = self._apply(result[COUNT])
+        exchange.settle(is_applied=is_applied, factor=unit / state.unit)
         if is_applied:
             state.buffers.keep(changed)
         else:
@@ -283,6 +286,9 @@ class Step:
         unit = count / self._num_global
         if unit != state.unit:
             torch._foreach_mul_(gradients, state.unit / unit)
+            state.unit = unit  # for the next step, also where this one is skipped
+        if not self._is_finite:
+            return False
         if state.recipe.clip_norm is not None:
             norm = torch.nn.utils.get_total_norm(gradients)
             self._stamps.norm(norm.item())
@@ -291,7 +297,6 @@ class Step:
             torch.nn.utils.clip_grads_with_norm_(
                 self._state.with_gradient(), state.recipe.clip_norm, norm
             )
-        state.unit = unit
         state.optimizer.step()
         return True
 

@@ -88,6 +88,11 @@ trainer = Trainer(
 """
 
 
+def cell(strategy):
+    """The same with another strategy, given as it is written in a cell."""
+    return f"{CELL}trainer = make(strategy={strategy})\n"
+
+
 def undisturbed(engines, steps, make="make()"):
     """Losses of a run of the same seed in which nothing happens."""
     engines.run(f"reference = {make}", once=True)

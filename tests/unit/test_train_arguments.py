@@ -83,7 +83,10 @@ def test_an_argument_that_cannot_be(changes, error, words):
     [
         ({"bucket_mb": 0}, ["bucket_mb is 0", "more than 0"]),
         ({"shards": 0}, ["shards is 0", "1 or more"]),
-        ({"compress": "powersgd"}, ["compress is 'powersgd'", "leave it at None"]),
+        ({"compress": "fp8"}, ["compress is 'fp8'", "[None, 'fp16', 'bf16', 'int8', 'topk'"]),
+        ({"topk_share": 0}, ["topk_share is 0", "more than 0"]),
+        ({"topk_share": 1.5}, ["topk_share is 1.5", "at most 1"]),
+        ({"powersgd_rank": 0}, ["powersgd_rank is 0", "1 or more"]),
         ({"exact": True}, ["exact is True", "leave it at False"]),
     ],
 )

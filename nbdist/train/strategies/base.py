@@ -30,6 +30,9 @@ class Summed(NamedTuple):
     """When this rank's own gradients were complete, by `time.perf_counter_ns`."""
     vote: list[float] | None
     """The vote that went along, summed over all ranks; None where none did."""
+    is_finite: bool = True
+    """False: the gradient is not, on any rank, and is not to be applied. True also where the
+    exchange does not look."""
 
 
 class Exchange(Protocol):
@@ -59,6 +62,17 @@ class Exchange(Protocol):
             vote: with the last: to be summed too, at little cost.
             meanwhile: may be called while the last sums are on their way.
         """
+
+    def settle(self, *, is_applied: bool, factor: float) -> None:
+        """The step that went backward last is committed.
+
+        Args:
+            is_applied: its gradients were applied; else all ranks dropped them.
+            factor: how many times as large the gradient of the same loss is in the next step.
+        """
+
+    def forget(self) -> None:
+        """Parameters of another step were loaded: nothing of earlier steps is of use."""
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor on the CPU over all ranks, in place; blocks."""

@@ -1,10 +1,11 @@
 """Data parallelism: every rank holds the whole model and takes a part of each batch.
 
 Gradients are summed by torch's DistributedDataParallel, bucket by bucket while the backward pass
-goes on. The module itself is called and not the wrapper: its reducer is told of a backward pass
-when it begins, not of a forward pass, so a model may be called in any way and as often as the user
-likes, and which pass exchanges gradients is decided where it cannot be missed. Runs in the engine's
-main thread; a sum's end is stamped in whichever of torch's threads it comes.
+goes on: as they are, or by a codec that makes them smaller on their way. The module itself is
+called and not the wrapper: its reducer is told of a backward pass when it begins, not of a forward
+pass, so a model may be called in any way and as often as the user likes, and which pass exchanges
+gradients is decided where it cannot be missed. Runs in the engine's main thread; a sum's end is
+stamped in whichever of torch's threads it comes.
 """
 
 # No `from __future__ import annotations`: DistributedDataParallel reads the hook's annotations.
@@ -12,7 +13,7 @@ main thread; a sum's end is stamped in whichever of torch's threads it comes.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,24 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.engine import emit, rebind
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
-from nbdist.train.checks import check_positive, check_whole
+from nbdist.train.checks import check_one_of, check_positive, check_share, check_whole
+from nbdist.train.compression import Codec, Courier, LowRank, Quantise, Reduced, Sparse, take
 from nbdist.train.strategies.base import Place, Summed
 from nbdist.train.vote import join, split
 
 DEFAULT_BUCKET_MB = 25
 """torch's own. With it, torch makes the first bucket smaller, so that sums begin early."""
+
+Compression = Literal["fp16", "bf16", "int8", "topk", "powersgd"]
+
+_CODECS: dict[str | None, Callable[["DataParallel"], Codec | None]] = {
+    None: lambda _: None,
+    "fp16": lambda _: Reduced(torch.float16),
+    "bf16": lambda _: Reduced(torch.bfloat16),
+    "int8": lambda _: Quantise(),
+    "topk": lambda settings: Sparse(settings.topk_share),
+    "powersgd": lambda settings: LowRank(settings.powersgd_rank),
+}
 
 
 @dataclass(frozen=True)
@@ -36,8 +49,16 @@ class DataParallel:
 
     bucket_mb: float = DEFAULT_BUCKET_MB
     """Gradients are summed in pieces of this size, in MiB."""
-    compress: str | None = None
-    """How gradients are compressed on their way; None: not at all."""
+    compress: Compression | None = None
+    """How gradients are made smaller on their way; None: not at all. "fp16", "bf16": half of the
+    bytes. "int8": a quarter. "topk": only the largest. "powersgd": matrices as thin products. The
+    last three leave a residual on each rank, which it sends later; a rank that joins begins with
+    none, and that of a rank that is lost is lost with it. A gradient that is not finite is skipped.
+    """
+    topk_share: float = 0.2
+    """With "topk": the share of the numbers that is sent, more than 0 and at most 1."""
+    powersgd_rank: int = 8
+    """With "powersgd": the columns of a product. More: nearer to the gradient, and more bytes."""
     exact: bool = False
     """Whether sums are made in an order that does not depend on the number of ranks."""
     shards: int = 12
@@ -49,10 +70,9 @@ class DataParallel:
         """Check the values."""
         check_positive("bucket_mb", self.bucket_mb)
         check_whole("shards", self.shards, 1)
-        if self.compress is not None:
-            raise ValueError(
-                f"compress is {self.compress!r}; compression is not there yet: leave it at None"
-            )
+        check_one_of("compress", self.compress, tuple(_CODECS))
+        check_share("topk_share", self.topk_share)
+        check_whole("powersgd_rank", self.powersgd_rank, 1)
         if self.exact:
             raise ValueError("exact is True; exact sums are not there yet: leave it at False")
 
@@ -61,6 +81,8 @@ class DataParallel:
 
     def exchange(self, module: nn.Module, num_votes: int) -> "Replicas":
         """The working half."""
+        if self.compress is not None:
+            _check_real(module)
         return Replicas(self, module, num_votes)
 
 
@@ -72,10 +94,15 @@ class Replicas:
         self._settings, self._module, self._num_votes = settings, module, num_votes
         self._ddp: DistributedDataParallel | None = None
         self._buckets = _Buckets()
+        codec = _CODECS[settings.compress](settings)
+        self._courier = None if codec is None else Courier(codec)
 
     def begin(self, rank: int, world_size: int) -> None:
         """An attempt begins. The wrapper is made with the first that has company."""
         self.place = Place(rank, world_size)
+        if self._courier is not None:
+            self._courier.let_go()
+            self._courier.codec.residual.begin()
         if world_size > 1 and self._ddp is None:
             self._ddp = self._wrap()
 
@@ -92,7 +119,8 @@ class Replicas:
         gradient = torch.full_like(loss, weight)
         if not is_last or self.place.num_places == 1:
             loss.backward(gradient)
-            return Summed(perf_counter_ns(), None if vote is None else list(vote))
+            is_finite = not is_last or self._flush()
+            return Summed(perf_counter_ns(), None if vote is None else list(vote), is_finite)
         assert self._ddp is not None
         carrier: _Carrier = self._ddp.module
         mine = torch.from_numpy(split(vote or [0.0] * self._num_votes))
@@ -100,6 +128,8 @@ class Replicas:
         _prepare(self._ddp.reducer, [loss, votes] if self._settings.find_unused else [])
         carrier.votes.grad = None
         self._buckets.begin(meanwhile)
+        if self._courier is not None:
+            self._courier.begin(carrier.votes, self.place, self._buckets.end)
         torch.autograd.backward([loss, votes], [gradient, mine.to(votes.device)])
         return self._summed(carrier, vote is not None)
 
@@ -108,7 +138,31 @@ class Replicas:
         ready_ns, votes = self._buckets.ready_ns, carrier.votes.grad
         if ready_ns is None or votes is None:
             raise RuntimeError(self._unused())
-        return Summed(ready_ns, join(votes.tolist()) if has_vote else None)
+        is_finite = self._courier is None or self._courier.deliver()
+        return Summed(ready_ns, join(votes.tolist()) if has_vote else None, is_finite)
+
+    def _flush(self) -> bool:
+        """Alone, there is nothing to compress: what was left out until now is added at last.
+
+        Returns:
+            whether the gradient is finite; as with company, that is asked where there is a codec.
+        """
+        if self._courier is None:
+            return True
+        parameters = list(self._module.parameters())
+        self._courier.codec.residual.flush(parameters)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def settle(self, *, is_applied: bool, factor: float) -> None:
+        """The step is committed."""
+        if self._courier is not None:
+            self._courier.codec.residual.settle(is_applied=is_applied, factor=factor)
+
+    def forget(self) -> None:
+        """The parameters are others now."""
+        if self._courier is not None:
+            self._courier.codec.residual.forget()
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
@@ -127,6 +181,8 @@ class Replicas:
         if self._ddp is not None:
             rebind.retire(self._ddp)
         self._ddp = None
+        if self._courier is not None:
+            self._courier.let_go()
 
     def _wrap(self) -> DistributedDataParallel:
         """Nothing in here communicates: a newcomer does this when the others do not."""
@@ -139,7 +195,10 @@ class Replicas:
             find_unused_parameters=self._settings.find_unused,
             gradient_as_bucket_view=True,
         )
-        ddp.register_comm_hook(self._buckets, _sum_bucket)
+        if self._courier is None:
+            ddp.register_comm_hook(self._buckets, _sum_bucket)
+        else:
+            ddp.register_comm_hook(self._courier, take)
         return ddp
 
     def _unused(self) -> str:
@@ -195,6 +254,13 @@ class _Buckets:
         """A backward pass begins."""
         self.ready_ns, self.meanwhile = None, meanwhile
 
+    def end(self, ready_ns: int) -> None:
+        """The last bucket was there, and is on its way."""
+        self.ready_ns = ready_ns
+        if self.meanwhile is not None:
+            self.meanwhile()
+            self.meanwhile = None
+
 
 def _sum_bucket(
     state: _Buckets,
@@ -218,11 +284,17 @@ def _sum_bucket(
 
     summed = WORKS.follow(work).then(done)
     if bucket.is_last():
-        state.ready_ns = ready_ns
-        if state.meanwhile is not None:
-            state.meanwhile()
-            state.meanwhile = None
+        state.end(ready_ns)
     return summed
+
+
+def _check_real(module: nn.Module) -> None:
+    """torch's hook is given half of a complex gradient (2.13)."""
+    names = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
+    if names:
+        raise ValueError(
+            f"complex parameters cannot be compressed: {', '.join(names[:8])}; give compress=None"
+        )
 
 
 def _on_backend(tensor: Tensor) -> None:

@@ -1,0 +1,89 @@
+"""Runs whose gradients are compressed, and ranks that die, stop, come and go."""
+
+import numpy as np
+import pytest
+import training
+
+STALL_S = 4 * 0.6
+
+
+def passed(run, step):
+    """Whether so many steps are committed."""
+    return len(run.history["step"]) >= step
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "topk", "powersgd"])
+def test_killed_stopped_filled_and_grown(cluster, until, name):
+    """Every step once, equal replicas throughout, the loss of a run that sends everything."""
+    engines = cluster(2, hang_timeout_s=1.0)
+    engines.run(training.cell(f"DataParallel(compress={name!r}, bucket_mb=0.25)"))
+    run = engines.train("trainer", steps=1_000_000)
+
+    def go_on(num=15):
+        mark = len(run.history["step"]) + num
+        until(lambda: passed(run, mark), 20, "the run goes on")
+
+    go_on()
+    for rank in (1, 0):
+        before = engines.generation
+        engines.kill(rank)
+        engines.wait_healthy(30, after=before + 1)
+        go_on()
+    run.pause()
+    training.check_replicas(engines)
+    run.resume()
+    before = engines.generation
+    engines.kill(1, signal="STOP")
+    engines.wait_healthy(30, after=before + 1)
+    go_on()
+    engines.scale(3)
+    go_on()
+    engines.kill(2)
+    go_on()
+    engines.wait_healthy(30)
+    engines.scale(2)
+    go_on()
+    run.stop()
+    num_steps = len(run.history["step"])
+    training.check_steps(run)
+    training.check_replicas(engines)
+    assert set(run.history["world_size"]) >= {2, 3}
+    if name in (
+        "fp16",
+        "bf16",
+        "powersgd",
+    ):  # with a residual, what a rank had not sent dies with it
+        training.check_samples(engines, num_steps)
+    assert all(i.samples_lost == i.samples_repeated == 0 for i in run.incidents)
+    lost = [i.stall_s for i in run.incidents if i.kind == "lost" and i.stall_s is not None]
+    assert len(lost) == 3
+    assert max(lost) <= STALL_S
+    whole = training.undisturbed(engines, num_steps)
+    assert np.mean(run.history["loss"][-20:]) == pytest.approx(np.mean(whole[-20:]), rel=0.1)
+
+
+def test_the_last_one_trains_alone_for_a_while(cluster, until):
+    """What it has not sent goes into its own gradient; whoever joins begins with nothing left."""
+    engines = cluster(2, policy="shrink")
+    engines.run(training.cell("DataParallel(compress='int8', bucket_mb=0.25)"))
+    run = engines.train("trainer", steps=1_000_000)
+    left = "trainer._state.exchange._courier.codec.residual.total()"
+
+    def go_on():
+        mark = len(run.history["step"]) + 10
+        until(lambda: passed(run, mark), 20, "the run goes on")
+
+    go_on()
+    assert all(v > 0 for v in engines.run(left, once=True).values.values())
+    engines.kill(0)
+    until(lambda: run.history["world_size"][-1] == 1, 20, "it is alone")
+    go_on()
+    assert engines.run(left, once=True).values == {0: 0}
+    engines.scale(2)
+    until(lambda: run.history["world_size"][-1] == 2, 20, "another one has come")
+    go_on()
+    assert all(v > 0 for v in engines.run(left, once=True).values.values())
+    run.stop()
+    training.check_steps(run)
+    training.check_replicas(engines)
