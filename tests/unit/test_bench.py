@@ -167,6 +167,7 @@ def test_bounds():
         "supervisor": 5.0,
         "shutdown": 10.0,
         "run step": 1 / 0.95,
+        "seen step": 1 / 0.98,
         "event": 1e-6,
         "run lost": 0.6,
         "run refilled": 1.5,
