@@ -137,7 +137,7 @@ class Dashboard:
                 self._widget = Widget(
                     widget_id=self._id,
                     version=bundle().version,
-                    settings=_settings(self._shown_views, tuple(self._actions)),
+                    settings=page_settings(self._shown_views, tuple(self._actions)),
                 )
                 self._widget.own_model_id = self._widget.model_id
                 self._widget.on_msg(self._on_message)
@@ -359,7 +359,8 @@ def _live(model_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"text/plain": TEXT, WIDGET_VIEW: view}, {}
 
 
-def _settings(views: tuple[View, ...], actions: tuple[str, ...]) -> dict[str, Any]:
+def page_settings(views: tuple[View, ...], actions: tuple[str, ...]) -> dict[str, Any]:
+    """What a page is told once: which views and orders there are, and how slots look."""
     return {
         "views": list(views),
         "actions": list(actions),

@@ -154,6 +154,11 @@ export class Sync extends Panel {
     this.draw();
   }
 
+  whole() {
+    super.whole();
+    this.draw(); // a pinned step is drawn at no frame
+  }
+
   /** @param {number} by */
   move(by) {
     const place = this.known.indexOf(this.chosen) + by;

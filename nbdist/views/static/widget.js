@@ -66,7 +66,7 @@ async function loaded([bokeh, views, figures]) {
   const [bokehText, viewsText, figuresText] = await Promise.all([bokeh, views, figures].map(unpacked));
   const wrapped = `const root={};(function(){${bokehText}\n}).call(root);export default root.Bokeh;`;
   const Bokeh = (await imported(wrapped)).default;
-  Bokeh.set_log_level("warn");
+  Bokeh.set_log_level("error"); // it warns of ranges without data, which all have at first
   return { Bokeh, views: await imported(viewsText), figures: JSON.parse(figuresText) };
 }
 
