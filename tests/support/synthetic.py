@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from nbdist.protocol import frames as fr
 from nbdist.protocol.events import Incident
@@ -217,19 +218,39 @@ class SyntheticRun:
             )
 
     def frame(
-        self, now: float, *, after: float = -1.0, seq: int = 1, tables: Sequence[str] = ()
+        self,
+        now: float,
+        *,
+        after: float = -1.0,
+        seq: int = 1,
+        num_slots: int | None = None,
+        has_run: bool = True,
     ) -> bytes:
-        """What is known at `now`; with `after`, what came since then."""
+        """What is known at `now`; with `after`, what came since then.
+
+        Args:
+            now: second of the run.
+            after: what was known before is left out; without it, the frame is a snapshot.
+            seq: the frame's number.
+            num_slots: as if only the first ones were there; None: all.
+            has_run: False: before any run was begun.
+        """
         is_snapshot = after < 0
         sent: dict[str, Any] = {}
-        for table in tables or fr.TABLES:
+        for table in fr.TABLES:
             times = np.array(self._times[table])
             chosen = (times > after) & (times <= now)
+            if num_slots is not None and "slot" in self.tables[table]:
+                chosen &= np.array(self.tables[table]["slot"]) < num_slots
             if is_snapshot and table in ("buckets", "spans"):
                 chosen &= times > now - 10
             if chosen.any():
                 sent[table] = {c: np.array(v)[chosen] for c, v in self.tables[table].items()}
-        return fr.pack(self._header(now, after, seq, is_snapshot=is_snapshot), sent)
+        header = self._header(now, after, seq, is_snapshot=is_snapshot)
+        seats = header.world.seats[:num_slots]
+        world = replace(header.world, seats=seats, size=len(seats))
+        run = header.run if has_run else None
+        return fr.pack(replace(header, world=world, run=run), sent)
 
     def _header(self, now: float, after: float, seq: int, *, is_snapshot: bool) -> fr.Header:
         rows = np.array(self.tables["rows"]["at"])
