@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 import anywidget
 import IPython.display
 import traitlets
-from IPython import get_ipython
 
 from nbdist.errors import NbdistError
 from nbdist.protocol.frames import View
 from nbdist.views import palette
 from nbdist.views.bundle import bundle, widget_module
+from nbdist.views.host import has_viewer, kernel, when_idle
 from nbdist.views.pages import Pages, Worker
 from nbdist.views.picture import WIDTH, picture
+from nbdist.views.stills import REASON, Stills
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -125,6 +126,11 @@ class Dashboard:
         self._display_id = uuid.uuid4().hex
         self._frozen: tuple[dict[str, Any], dict[str, Any]] | None = None
         """Data and metadata of the picture, once there is one."""
+        self._stills = Stills(self._show_still, when_idle)
+        self._still = ""
+        """The newest picture that stands for a live view."""
+        self.is_left = False
+        """It was shown, and every page has removed it."""
         self._widget: Widget | None = None
         """Made when somebody looks: whoever runs notebooks unseen would store it."""
         self._id = uuid.uuid4().hex
@@ -154,6 +160,8 @@ class Dashboard:
         if has_viewer():
             if self._frozen is None:
                 self._push()
+                self._stills.watch()
+            self.is_left = False
             data, metadata = self._frozen or _live(self.widget.model_id)
         else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
             self._is_unseen = True
@@ -172,8 +180,9 @@ class Dashboard:
 
         Where nobody looks there is nothing to replace; a page that comes later is told then.
         """
-        if not self._is_unseen and self._pages.is_empty:
+        if not (self._is_unseen or self._stills.is_on) and self._pages.is_empty:
             return
+        self._stills.stop()
         with self._freezing:
             if self._frozen is not None:
                 return
@@ -193,12 +202,32 @@ class Dashboard:
         image = base64.b64encode(picture(frame)).decode()
         return {"text/plain": TEXT, "image/png": image}, {"image/png": {"width": WIDTH}}
 
+    def _show_still(self) -> bool:
+        """A picture in the place of the live view that no page draws."""
+        self._pages.expect_none()
+        if self._pages.is_empty:
+            self._close_feed()
+        with self._freezing:
+            made = None if self._frozen is not None else self._picture()
+            if made is not None and made[0]["image/png"] != self._still:
+                self._still = made[0]["image/png"]
+                image = f'<img width="{WIDTH}" src="data:image/png;base64,{self._still}">'
+                data = {
+                    "text/plain": f"{TEXT}\n{REASON}",
+                    "text/html": f"<p>{REASON}</p>{image}",
+                }
+                _show(data, metadata={}, display_id=self._display_id, update=True)
+            return self._frozen is None and not self._feed.is_over
+
     def close(self) -> None:
-        """End it: no frame, no order, no comm."""
+        """End it: no frame, no order, no comm. Displayed again, it begins anew."""
+        self._stills.stop()
         self._close_feed()
         _DASHBOARDS.pop(self._id, None)
-        if self._widget is not None:
-            self._widget.close()
+        with self._lock:
+            widget, self._widget = self._widget, None
+        if widget is not None:
+            widget.close()
 
     # ---- from the page
 
@@ -215,7 +244,9 @@ class Dashboard:
             self._pages.leave(view)
             if self._pages.is_empty:
                 self._close_feed()
+                self.is_left = bool(message.get("is_removed"))
             return
+        self._stills.stop()
         self._pages.hear(view, is_direct=is_direct)
         if kind == "hello":
             self._greet(has_code=bool(message.get("has_code")))
@@ -318,20 +349,11 @@ _DASHBOARDS: dict[str, Dashboard] = {}
 """Those of this kernel, by the id that pages name."""
 
 
-def has_viewer() -> bool:
-    """Whether the running cell was sent by a front end, not by a command that runs notebooks."""
-    kernel = _kernel()
-    if kernel is None:
-        return False
-    request: dict[str, Any] = kernel.get_parent()
-    return bool(request.get("content", {}).get("allow_stdin"))
-
-
 def listen() -> None:
     """Let pages open comms of their own; called once in a kernel."""
-    kernel = _kernel()
-    if kernel is not None:
-        kernel.comm_manager.register_target(TARGET, _opened)
+    own = kernel()
+    if own is not None:
+        own.comm_manager.register_target(TARGET, _opened)
 
 
 def _opened(comm: Any, message: dict[str, Any]) -> None:
@@ -342,10 +364,6 @@ def _opened(comm: Any, message: dict[str, Any]) -> None:
         return
     is_direct = threading.current_thread() is not threading.main_thread()
     comm.on_msg(lambda m: dashboard.hear(m["content"]["data"], is_direct=is_direct))
-
-
-def _kernel() -> Any:
-    return getattr(get_ipython(), "kernel", None)
 
 
 def _show(data: dict[str, Any], **options: Any) -> None:

@@ -228,7 +228,9 @@ def _empty(x_label: str, y_label: str, height: int) -> bokeh_figure:
         min_border_left=66,
         min_border_right=12,
     )
-    chart.toolbar_location = None  # the page has a button; each toolbar costs a third of a first draw
+    chart.toolbar_location = (
+        None  # the page has a button; each toolbar costs a third of a first draw
+    )
     for axis in chart.axis:
         axis.minor_tick_line_color = None
         axis.axis_label_text_font = axis.major_label_text_font = palette.FONT

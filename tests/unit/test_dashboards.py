@@ -86,6 +86,24 @@ def opened(monkeypatch):
         dashboard.close()
 
 
+def test_what_nobody_sees_any_more_is_closed_with_the_next_one(opened):
+    """V19: a cell that is run again and again leaves one widget, not one for each time."""
+    cluster = FakeCluster(FakeRun())
+    dashboards, first = opened(cluster)
+    assert first.widget
+    first.hear({"type": "hello", "view": "a", "has_code": True})
+    first.hear({"type": "bye", "view": "a"})  # a page that is loaded again
+    second = dashboards.open()
+    assert first._widget is not None
+    first.hear({"type": "hello", "view": "b", "has_code": True})
+    first.hear({"type": "bye", "view": "b", "is_removed": True})
+    third = dashboards.open()
+    assert first._widget is None
+    assert [pair[0] for pair in dashboards._open] == [second, third]
+    for dashboard in (second, third):
+        dashboard.close()
+
+
 def test_buttons_of_a_seat_reach_the_engine_that_was_seen(opened):
     """An order names slot and process, and becomes one to the rank that has them now."""
     cluster = FakeCluster()

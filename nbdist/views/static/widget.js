@@ -214,10 +214,11 @@ class View {
         this.hello();
       }
     }, 1000);
+    // A page that goes may come back: only what was removed from its notebook is of no use any more.
     window.addEventListener("pagehide", () => this.send({ type: "bye" }), { signal });
     signal.addEventListener("abort", () => {
       clearInterval(clock);
-      this.send({ type: "bye" });
+      this.send({ type: "bye", is_removed: true });
       this.channel?.close();
       this.shown?.dispose();
     });
