@@ -160,13 +160,14 @@ class Dashboard:
         if has_viewer():
             if self._frozen is None:
                 self._push()
-                self._stills.watch()
             self.is_left = False
             data, metadata = self._frozen or _live(self.widget.model_id)
         else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
             self._is_unseen = True
             data, metadata = self._picture() or ({"text/plain": TEXT}, {})
         _show(data, metadata=metadata, display_id=self._display_id)
+        if WIDGET_VIEW in data:
+            self._stills.watch()
 
     def _push(self) -> None:
         """Send code and frames unasked: a page that asks would wait for the cell that shows it."""

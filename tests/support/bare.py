@@ -35,7 +35,8 @@ _START = """async ([text, values]) => {
     send: (message) => window.sent.push(message),
   };
   window.give = (message, buffers) => {
-    const views = buffers.map((b) => new DataView(Uint8Array.from(atob(b), (c) => c.charCodeAt(0)).buffer));
+    const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    const views = buffers.map((text) => new DataView(bytes(text).buffer));
     for (const act of [...listeners]) act(message, views);
   };
   window.view = () => {

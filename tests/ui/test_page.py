@@ -82,7 +82,8 @@ def test_a_second_view_asks_for_itself_and_has_the_same(page, run):
     page.give_frame(run.frame(32.0, seq=2))
     page.drawn()
     both = page.page.evaluate(
-        "() => [...window[Symbol.for('nbdist')].views].map((v) => [...v.shown.store.rows.get('loss')])"
+        "() => [...window[Symbol.for('nbdist')].views]"
+        ".map((v) => [...v.shown.store.rows.get('loss')])"
     )
     assert both == [rows_until(run, 32.0)] * 2
     documents = page.page.evaluate(
@@ -95,7 +96,7 @@ def test_a_second_view_asks_for_itself_and_has_the_same(page, run):
 
 
 def test_a_button_pressed_twice_gives_one_order(page):
-    """Until an order is answered its button gives no other; a failed one says why, and works again."""
+    """Until it is answered a button gives no second order; then it works again, even if it failed."""
     button = page.page.locator(".nbdist-actions button", has_text="Kill").first
     button.evaluate("(b) => { b.click(); b.click(); }")
     (order,) = page.sent("order")
