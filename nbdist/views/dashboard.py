@@ -13,6 +13,7 @@ import contextlib
 import logging
 import threading
 import uuid
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
@@ -39,6 +40,8 @@ TARGET = "nbdist.view"
 """Name under which a page opens a comm of its own."""
 TEXT = "nbdist dashboard"
 """Of the live widget and of the picture that takes its place: tests of notebooks compare them."""
+MAX_DISPLAYS = 8
+"""So many of its places are remembered."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -123,7 +126,8 @@ class Dashboard:
         self._orders = Worker("nbdist-dashboard-orders")
         self._errands = Worker("nbdist-dashboard-errands")
         """Whatever else may have to wait for the supervisor."""
-        self._display_id = uuid.uuid4().hex
+        self._display_ids: deque[str] = deque(maxlen=MAX_DISPLAYS)
+        """Of each time it was shown: one name for all would have pages show them all anew."""
         self._frozen: tuple[dict[str, Any], dict[str, Any]] | None = None
         """Data and metadata of the picture, once there is one."""
         self._stills = Stills(self._show_still, when_idle)
@@ -156,7 +160,7 @@ class Dashboard:
         return TEXT
 
     def _ipython_display_(self) -> None:
-        """Show it under a name of its own, so that a picture can take its place."""
+        """Show it under a new name, so that a picture can take its place."""
         if has_viewer():
             if self._frozen is None:
                 self._push()
@@ -165,7 +169,8 @@ class Dashboard:
         else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
             self._is_unseen = True
             data, metadata = self._picture() or ({"text/plain": TEXT}, {})
-        _show(data, metadata=metadata, display_id=self._display_id)
+        self._display_ids.append(uuid.uuid4().hex)
+        _show(data, metadata=metadata, display_id=self._display_ids[-1])
         if WIDGET_VIEW in data:
             self._stills.watch()
 
@@ -193,7 +198,8 @@ class Dashboard:
         data, metadata = self._frozen
         # Reaches what the kernel's clients keep, and pages that saw the display itself; a page that
         # was loaded again has forgotten its name, so the widget there is told too.
-        _show(data, metadata=metadata, display_id=self._display_id, update=True)
+        for display_id in tuple(self._display_ids):
+            _show(data, metadata=metadata, display_id=display_id, update=True)
         self._tell({"type": "freeze", "metadata": metadata, "picture": data["image/png"]})
 
     def _picture(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -217,7 +223,7 @@ class Dashboard:
                     "text/plain": f"{TEXT}\n{REASON}",
                     "text/html": f"<p>{REASON}</p>{image}",
                 }
-                _show(data, metadata={}, display_id=self._display_id, update=True)
+                _show(data, metadata={}, display_id=self._display_ids[-1], update=True)
             return self._frozen is None and not self._feed.is_over
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from pathlib import Path
 from typing import Any, Self
 
@@ -165,6 +166,7 @@ class Notebook:
         self, server: Server, browser: Any, name: str, size: tuple[int, int] = (1300, 900)
     ):
         self.server, self.name = server, name
+        self._workspace = uuid.uuid4().hex
         self.errors: list[str] = []
         self.outside: list[str] = []
         self.page = browser.new_page()
@@ -187,7 +189,7 @@ class Notebook:
         """Load the page, or load it again."""
         is_lab = self.server.app == "jupyterlab"
         # A workspace of its own: Lab opens again what the last page of a workspace had open.
-        tree = f"lab/workspaces/{self.name.partition('.')[0]}/tree" if is_lab else "notebooks"
+        tree = f"lab/workspaces/{self._workspace}/tree" if is_lab else "notebooks"
         self.page.goto(f"{self.server.url}{tree}/{self.name}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=START_LIMIT_S * 1000)
         self.page.wait_for_function(
@@ -217,6 +219,14 @@ class Notebook:
     def save(self) -> None:
         """Write the notebook to its file."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+    def scroll_to(self, index: int) -> None:
+        """Have a cell in sight."""
+        self.page.evaluate(
+            "(i) => { const n = window.jupyterapp.shell.currentWidget.content; "
+            "n.activeCellIndex = i; n.deselectAll(); return n.scrollToItem(i); }",
+            index,
+        )
 
     def command(self, name: str, **options: Any) -> None:
         """Run a command of the application."""

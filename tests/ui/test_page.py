@@ -96,7 +96,7 @@ def test_a_second_view_asks_for_itself_and_has_the_same(page, run):
 
 
 def test_a_button_pressed_twice_gives_one_order(page):
-    """Until it is answered a button gives no second order; then it works again, even if it failed."""
+    """Until it is answered a button gives no second order; then it works, even if it failed."""
     button = page.page.locator(".nbdist-actions button", has_text="Kill").first
     button.evaluate("(b) => { b.click(); b.click(); }")
     (order,) = page.sent("order")

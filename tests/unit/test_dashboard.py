@@ -297,11 +297,13 @@ def test_at_the_end_a_picture_takes_its_place(made, shows):
 def test_the_end_of_frames_freezes_a_run_that_went_on(made, shows, freezes):
     """A dashboard of a run that was over when it was opened stays, to be looked at."""
     dashboard, feed, sent = made(snapshot=b"a run", freezes=freezes)
+    dashboard._ipython_display_()
     dashboard.hear({"type": "hello", "view": "a", "has_code": True})
+    sent.clear()
     feed.is_over = True
     feed.ended("the run is over")
     assert sent[0][0] == {"type": "ended", "text": "the run is over"}
-    assert bool(shows) is freezes
+    assert (len(shows) == 2) is freezes
 
 
 def test_a_page_that_comes_back_is_given_frames_again(made, shows):

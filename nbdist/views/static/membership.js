@@ -14,6 +14,8 @@ const LANES_PX = 330;
 const MAX_LANE_PX = 24;
 const MIN_LANE_PX = 4;
 const HEAD_PX = 18;
+/** Share of the chart's width that a generation's number takes. */
+const LABEL_WIDTH = 0.03;
 const PARTS = /** @type {const} */ ([
   ["detect_s", "detect", "#D55E00", " "],
   ["regroup_s", "regroup", "#0072B2", "/"],
@@ -101,17 +103,22 @@ export class Membership extends Panel {
   }
 
   /** A line where each generation begins to run. @param {Store} store @param {number} top of the chart */
-  generations({ phases, began }, top) {
+  generations({ phases, began, now }, top) {
     /** @type {{x: number[], y: number[], text: string[], ink: string[]}} */
     const found = { x: [], y: [], text: [], ink: [] };
-    let last = -1;
+    const near = (now - began) * LABEL_WIDTH;
+    let [last, first] = [-1, -1];
     for (let i = 0; i < phases.length; i++) {
       const generation = phases.get("generation")[i];
       if (phases.get("phase")[i] !== RUNNING || generation === last) continue;
       last = generation;
-      found.x.push(phases.get("at")[i] - began);
+      const x = phases.get("at")[i] - began;
+      const place = found.x.length - 1;
+      if (place >= 0 && x - found.x[place] < near) found.text[place] = ""; // one label for both
+      else first = generation;
+      found.x.push(x);
       found.y.push(top * 0.95);
-      found.text.push(`${generation}`);
+      found.text.push(first === generation ? `${generation}` : `${first}–${generation}`);
       found.ink.push(this.look.text);
     }
     return found;
