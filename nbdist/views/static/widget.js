@@ -338,7 +338,7 @@ class View {
       this.lost = why;
       this.tick();
       this.shown?.cut();
-      setTimeout(() => this.freeze(), 0);
+      this.freeze();
     };
     model.on("comm_live_update", () => lose("the kernel was restarted"));
     const session = model.widget_manager?.context?.sessionContext;
@@ -349,7 +349,8 @@ class View {
       if (gone.includes(status)) lose(`the kernel is ${status}`);
     };
     const onKernel = (/** @type {unknown} */ _, /** @type {any} */ change) => {
-      if (!change.newValue) lose("the kernel was shut down");
+      if (change.newValue?.id === change.oldValue?.id) return;
+      lose(change.newValue ? "the notebook has another kernel now" : "the kernel was shut down");
     };
     session.statusChanged.connect(onStatus);
     session.kernelChanged.connect(onKernel);
@@ -360,11 +361,11 @@ class View {
   }
 
   freeze() {
-    const picture = this.shown?.picture();
-    if (!picture || this.signal.aborted) return;
+    const picture = this.shown?.picture(); // at once: the view may be removed with its model
+    if (!picture) return;
     const width = Math.round(picture.width / devicePixelRatio);
     const data = picture.toDataURL("image/png").split(",")[1];
-    replaceOutputs(this.model, data, { "image/png": { width } });
+    setTimeout(() => replaceOutputs(this.model, data, { "image/png": { width } }), 0);
   }
 }
 
