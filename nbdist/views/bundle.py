@@ -13,12 +13,17 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 import bokeh
 from bokeh.embed import json_item
 from bokeh.util.paths import bokehjs_path
 
+from nbdist.views import palette
 from nbdist.views.live_figures import live_figures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MODULES = (
     "format",
@@ -78,6 +83,18 @@ def views_module() -> str:
     styles = f"const STYLES = {json.dumps(_text('dashboard.css'))};"
     parts = [_wrapped(name) for name in MODULES]
     return "\n".join([styles, *parts, f"export const {{ show }} = _{MODULES[-1]};\n"])
+
+
+def page_settings(views: Sequence[str], actions: Sequence[str]) -> dict[str, Any]:
+    """What a page is told once: which views and orders there are, and how slots look."""
+    return {
+        "views": list(views),
+        "actions": list(actions),
+        "colours": list(palette.SLOT_COLOURS),
+        "dashes": list(palette.DASHES),
+        "symbols": dict(palette.SYMBOLS),
+        "markers": dict(palette.MARKERS),
+    }
 
 
 def _wrapped(name: str) -> str:

@@ -23,9 +23,8 @@ import traitlets
 
 from nbdist.errors import NbdistError
 from nbdist.protocol.frames import View
-from nbdist.views import palette
-from nbdist.views.bundle import bundle, widget_module
-from nbdist.views.host import has_viewer, kernel, when_idle
+from nbdist.views.bundle import bundle, page_settings, widget_module
+from nbdist.views.host import Place, has_viewer, kernel, place, when_idle
 from nbdist.views.pages import Pages, Worker
 from nbdist.views.picture import WIDTH, picture
 from nbdist.views.stills import REASON, Stills
@@ -133,8 +132,9 @@ class Dashboard:
         self._stills = Stills(self._show_still, when_idle)
         self._still = ""
         """The newest picture that stands for a live view."""
-        self.is_left = False
-        """It was shown, and every page has removed it."""
+        self._places: set[Place] = set()
+        self._is_removed = False
+        """Every page that showed it has said so."""
         self._widget: Widget | None = None
         """Made when somebody looks: whoever runs notebooks unseen would store it."""
         self._id = uuid.uuid4().hex
@@ -164,11 +164,12 @@ class Dashboard:
         if has_viewer():
             if self._frozen is None:
                 self._push()
-            self.is_left = False
+            self._is_removed = False
             data, metadata = self._frozen or _live(self.widget.model_id)
         else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
             self._is_unseen = True
             data, metadata = self._picture() or ({"text/plain": TEXT}, {})
+        self._places.add(place())
         self._display_ids.append(uuid.uuid4().hex)
         _show(data, metadata=metadata, display_id=self._display_ids[-1])
         if WIDGET_VIEW in data:
@@ -236,6 +237,13 @@ class Dashboard:
         if widget is not None:
             widget.close()
 
+    @property
+    def is_left(self) -> bool:
+        """It was shown, and is shown no more."""
+        now = place()
+        gone = [shown.is_replaced_at(now) for shown in self._places]
+        return self._is_removed or (bool(gone) and all(gone))
+
     # ---- from the page
 
     def _on_message(self, _: object, message: dict[str, Any], __: object) -> None:
@@ -251,7 +259,7 @@ class Dashboard:
             self._pages.leave(view)
             if self._pages.is_empty:
                 self._close_feed()
-                self.is_left = bool(message.get("is_removed"))
+                self._is_removed = bool(message.get("is_removed"))
             return
         self._stills.stop()
         self._pages.hear(view, is_direct=is_direct)
@@ -382,15 +390,3 @@ def _live(model_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a notebook keeps of a widget."""
     view = {"version_major": 2, "version_minor": 1, "model_id": model_id}
     return {"text/plain": TEXT, WIDGET_VIEW: view}, {}
-
-
-def page_settings(views: tuple[View, ...], actions: tuple[str, ...]) -> dict[str, Any]:
-    """What a page is told once: which views and orders there are, and how slots look."""
-    return {
-        "views": list(views),
-        "actions": list(actions),
-        "colours": list(palette.SLOT_COLOURS),
-        "dashes": list(palette.DASHES),
-        "symbols": dict(palette.SYMBOLS),
-        "markers": dict(palette.MARKERS),
-    }

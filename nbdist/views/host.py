@@ -5,7 +5,7 @@ Used in the kernel, by any thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from IPython import get_ipython
 
@@ -28,6 +28,27 @@ def has_viewer() -> bool:
         return False
     request: dict[str, Any] = own.get_parent()
     return bool(request.get("content", {}).get("allow_stdin"))
+
+
+class Place(NamedTuple):
+    """Where something was displayed."""
+
+    cell: str
+    """Empty where the front end does not say."""
+    request: str
+    """Which run of that cell."""
+
+    def is_replaced_at(self, now: Place) -> bool:
+        """Its output is gone, since the same cell runs again."""
+        return bool(self.cell) and self.cell == now.cell and self.request != now.request
+
+
+def place() -> Place:
+    """What runs now."""
+    own = kernel()
+    request: dict[str, Any] = {} if own is None else own.get_parent()
+    cell = request.get("metadata", {}).get("cellId", "")
+    return Place(cell, request.get("header", {}).get("msg_id", ""))
 
 
 def when_idle(act: Callable[[], None]) -> None:

@@ -50,8 +50,9 @@ class Pages:
                 self._direct.add(view)
 
     def leave(self, view: str) -> None:
-        """A view is closed."""
+        """A view is closed; it may have been sent frames unasked and said nothing until now."""
         with self._lock:
+            self._drop(_EXPECTED)
             self._drop(view)
 
     @property

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import ImageFont
 
 from nbdist.views import palette
-from nbdist.views.bundle import Bundle, bundle, widget_module
-from nbdist.views.dashboard import VIEWS, page_settings
+from nbdist.views.bundle import Bundle, bundle, page_settings, widget_module
+from nbdist.views.dashboard import VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -40,8 +40,17 @@ dashboard = Dashboard(feed, actions={"kill": kill})
 class SyntheticRun:
     """Its whole course, made at once; a frame shows a part of it."""
 
-    def __init__(self, *, num_slots: int = 4, length_s: float = 60.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int = 4,
+        length_s: float = 60.0,
+        seed: int = 0,
+        step_s: float = STEP_S,
+        has_details: bool = True,
+    ) -> None:
         self.num_slots, self.length_s = num_slots, length_s
+        self._share, self._has_details = step_s / STEP_S, has_details
         self._rng = np.random.default_rng(seed)
         self.tables: dict[str, dict[str, list[float]]] = {
             table: {column: [] for column in columns} for table, columns in fr.TABLES.items()
@@ -133,16 +142,18 @@ class SyntheticRun:
         if generation == 2 and at >= KILL_AT + 1.1:
             generation = 3
         is_slow = SLOW[0] <= at < SLOW[1]
-        compute = {s: 0.14 * (1 + 0.03 * self._rng.standard_normal()) for s in members}
+        usual = 0.14 * self._share
+        compute = {s: usual * (1 + 0.03 * self._rng.standard_normal()) for s in members}
         if is_slow:
             compute[1] *= 2.5
-        last = at + 0.005 + max(compute.values())
-        end = last + 0.018
+        last = at + 0.005 * self._share + max(compute.values())
+        end = last + 0.018 * self._share
         for slot in members:
             start, own = at + 0.002, compute[slot]
             middle, ready = start + own * 0.35, start + own
-            self._spans(step, slot, generation, at, start, middle, ready, end)
-            for bucket in range(NUM_BUCKETS):
+            if self._has_details:
+                self._spans(step, slot, generation, at, start, middle, ready, end)
+            for bucket in range(NUM_BUCKETS if self._has_details else 0):
                 got = middle + (ready - middle) * (bucket + 1) / NUM_BUCKETS
                 others = max(
                     at + 0.002 + c * (0.35 + 0.65 * (bucket + 1) / NUM_BUCKETS)

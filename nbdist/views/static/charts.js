@@ -59,7 +59,7 @@ export class Chart {
 
   /** BokehJS lays out badly at size 0: called when the place is seen. */
   async mount() {
-    if (this.isMounting) return;
+    if (this.isMounting || !this.place.isConnected) return; // it may be removed while it waits
     this.isMounting = true;
     this.views = await this.code.Bokeh.embed.embed_item(this.item, this.place);
     this.figure = this.views.roots[0].model;

@@ -200,7 +200,10 @@ class View {
     for (const frame of early?.frames.splice(0) ?? []) this.takeFrame(frame);
     if (early) early.isOver = true;
     this.channel = await opening;
-    if (signal.aborted) return this.channel.close();
+    if (signal.aborted) {
+      this.send({ type: "bye", is_removed: true });
+      return this.channel.close();
+    }
     if (this.seq >= 0) this.send({ type: "ack", seq: this.seq });
     else this.hello();
     let pause = 2;
