@@ -1,6 +1,6 @@
 // Loss over steps, samples or seconds.
 
-import { element, lossText, NONE, number } from "./format.js";
+import { counted, element, lossText, NONE, number } from "./format.js";
 import { Panel } from "./panel.js";
 
 /** @typedef {import("./store.js").Store} Store */
@@ -85,8 +85,8 @@ export class Loss extends Panel {
     const wild = bad < 0 ? "" : ` It is not a number from step ${number(rows.get("step")[bad])} on.`;
     const repeated = [...store.incidents.values()].reduce((sum, i) => sum + i.samples_lost + i.samples_repeated, 0);
     this.say(
-      `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${number(rows.length)} steps; ` +
-        `${store.incidents.size} incidents, ${number(repeated)} samples lost or repeated.${wild}`,
+      `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${counted(rows.length, "step")}; ` +
+        `${counted(store.incidents.size, "incident")}, ${counted(repeated, "sample")} lost or repeated.${wild}`,
     );
     this.fillTwin();
     if (!this.isReady) return;

@@ -1,6 +1,6 @@
 // Membership: who was in the job when, and what each incident cost.
 
-import { element, ms, NONE, number } from "./format.js";
+import { counted, element, ms, NONE, number } from "./format.js";
 import { fillTable, Panel } from "./panel.js";
 
 /** @typedef {import("./store.js").Store} Store */
@@ -67,8 +67,8 @@ export class Membership extends Panel {
     const worst = stalls.length ? `, the longest stall ${ms(Math.max(...stalls))} ms` : "";
     this.explain("");
     this.say(
-      `${store.world?.world_size ?? 0} ranks in generation ${store.world?.generation ?? NONE}; ` +
-        `${incidents.length} incidents${worst}.`,
+      `${counted(store.world?.world_size ?? 0, "rank")} in generation ${store.world?.generation ?? NONE}; ` +
+        `${counted(incidents.length, "incident")}${worst}.`,
     );
     this.fillTwin();
     if (!this.isReady) return;

@@ -103,6 +103,7 @@ export class Panel {
     this.isEmpty = Boolean(why);
     this.empty.textContent = why;
     this.empty.hidden = !why;
+    this.tools.hidden = this.said.hidden = this.isEmpty;
     this.body.hidden = this.isEmpty || this.showsTable;
     if (why) this.say("");
   }
