@@ -70,7 +70,7 @@ export class Loss extends Panel {
     return rows.get("samples").map((n) => (sum += n));
   }
 
-  /** @param {Store} store */
+  /** @override @param {Store} store */
   update(store) {
     this.store = store;
     const { rows } = store;

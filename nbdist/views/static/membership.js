@@ -58,7 +58,7 @@ export class Membership extends Panel {
     this.written = "";
   }
 
-  /** @param {Store} store */
+  /** @override @param {Store} store */
   update(store) {
     this.store = store;
     this.writeIncidents(store);

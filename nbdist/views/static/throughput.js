@@ -102,7 +102,7 @@ export class Throughput extends Panel {
     this.twin = () => this.numbers();
   }
 
-  /** @param {Store} store */
+  /** @override @param {Store} store */
   update(store) {
     this.store = store;
     if (!store.rows.length && !store.steps.length) {
