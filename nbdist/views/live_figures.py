@@ -225,7 +225,7 @@ def _empty(x_label: str, y_label: str, height: int) -> bokeh_figure:
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
-        min_border_left=66,
+        min_border_left=76,
         min_border_right=12,
     )
     chart.toolbar_location = (
