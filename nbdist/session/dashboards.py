@@ -96,7 +96,13 @@ class Dashboards:
         freezes = run is None or not run.is_over
         made = db.Dashboard(feed, actions=self._actions(run), views=views, freezes=freezes)
         with self._lock:
+            # Cells that are run again and again would fill notebook and kernel with what nobody
+            # sees any more.
+            left = [pair for pair in self._open if pair[0].is_left]
+            self._open = [pair for pair in self._open if pair not in left]
             self._open.append((made, feed))
+        for dashboard, _ in left:
+            dashboard.close()
         return made
 
     def settle(self, run: _Run | None = None) -> None:

@@ -87,7 +87,7 @@ def report_module() -> str:
     return f"{_joined((*MODULES, *REPORT_MODULES))}\nvoid _report.open(Bokeh);\n"
 
 
-def settings(views: Sequence[str], actions: Sequence[str]) -> dict[str, Any]:
+def page_settings(views: Sequence[str], actions: Sequence[str]) -> dict[str, Any]:
     """What a page's views are told: which are wanted, what buttons there are, how things look."""
     return {
         "views": list(views),

@@ -13,19 +13,21 @@ import contextlib
 import logging
 import threading
 import uuid
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import anywidget
 import IPython.display
 import traitlets
-from IPython import get_ipython
 
 from nbdist.errors import NbdistError
 from nbdist.protocol.frames import View
-from nbdist.views.bundle import bundle, settings, widget_module
+from nbdist.views.bundle import bundle, page_settings, widget_module
+from nbdist.views.host import Place, has_viewer, kernel, place, when_idle
 from nbdist.views.pages import Pages, Worker
 from nbdist.views.picture import WIDTH, picture
+from nbdist.views.stills import REASON, Stills
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +39,8 @@ TARGET = "nbdist.view"
 """Name under which a page opens a comm of its own."""
 TEXT = "nbdist dashboard"
 """Of the live widget and of the picture that takes its place: tests of notebooks compare them."""
+MAX_DISPLAYS = 8
+"""So many of its places are remembered."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -121,9 +125,16 @@ class Dashboard:
         self._orders = Worker("nbdist-dashboard-orders")
         self._errands = Worker("nbdist-dashboard-errands")
         """Whatever else may have to wait for the supervisor."""
-        self._display_id = uuid.uuid4().hex
+        self._display_ids: deque[str] = deque(maxlen=MAX_DISPLAYS)
+        """Of each time it was shown: one name for all would have pages show them all anew."""
         self._frozen: tuple[dict[str, Any], dict[str, Any]] | None = None
         """Data and metadata of the picture, once there is one."""
+        self._stills = Stills(self._show_still, when_idle)
+        self._still = ""
+        """The newest picture that stands for a live view."""
+        self._places: set[Place] = set()
+        self._is_removed = False
+        """Every page that showed it has said so."""
         self._widget: Widget | None = None
         """Made when somebody looks: whoever runs notebooks unseen would store it."""
         self._id = uuid.uuid4().hex
@@ -136,7 +147,7 @@ class Dashboard:
                 self._widget = Widget(
                     widget_id=self._id,
                     version=bundle().version,
-                    settings=settings(self._shown_views, tuple(self._actions)),
+                    settings=page_settings(self._shown_views, tuple(self._actions)),
                 )
                 self._widget.own_model_id = self._widget.model_id
                 self._widget.on_msg(self._on_message)
@@ -149,15 +160,20 @@ class Dashboard:
         return TEXT
 
     def _ipython_display_(self) -> None:
-        """Show it under a name of its own, so that a picture can take its place."""
+        """Show it under a new name, so that a picture can take its place."""
         if has_viewer():
             if self._frozen is None:
                 self._push()
+            self._is_removed = False
             data, metadata = self._frozen or _live(self.widget.model_id)
         else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
             self._is_unseen = True
             data, metadata = self._picture() or ({"text/plain": TEXT}, {})
-        _show(data, metadata=metadata, display_id=self._display_id)
+        self._places.add(place())
+        self._display_ids.append(uuid.uuid4().hex)
+        _show(data, metadata=metadata, display_id=self._display_ids[-1])
+        if WIDGET_VIEW in data:
+            self._stills.watch()
 
     def _push(self) -> None:
         """Send code and frames unasked: a page that asks would wait for the cell that shows it."""
@@ -171,8 +187,9 @@ class Dashboard:
 
         Where nobody looks there is nothing to replace; a page that comes later is told then.
         """
-        if not self._is_unseen and self._pages.is_empty:
+        if not (self._is_unseen or self._stills.is_on) and self._pages.is_empty:
             return
+        self._stills.stop()
         with self._freezing:
             if self._frozen is not None:
                 return
@@ -182,7 +199,8 @@ class Dashboard:
         data, metadata = self._frozen
         # Reaches what the kernel's clients keep, and pages that saw the display itself; a page that
         # was loaded again has forgotten its name, so the widget there is told too.
-        _show(data, metadata=metadata, display_id=self._display_id, update=True)
+        for display_id in tuple(self._display_ids):
+            _show(data, metadata=metadata, display_id=display_id, update=True)
         self._tell({"type": "freeze", "metadata": metadata, "picture": data["image/png"]})
 
     def _picture(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -192,12 +210,39 @@ class Dashboard:
         image = base64.b64encode(picture(frame)).decode()
         return {"text/plain": TEXT, "image/png": image}, {"image/png": {"width": WIDTH}}
 
+    def _show_still(self) -> bool:
+        """A picture in the place of the live view that no page draws."""
+        self._pages.expect_none()
+        if self._pages.is_empty:
+            self._close_feed()
+        with self._freezing:
+            made = None if self._frozen is not None else self._picture()
+            if made is not None and made[0]["image/png"] != self._still:
+                self._still = made[0]["image/png"]
+                image = f'<img width="{WIDTH}" src="data:image/png;base64,{self._still}">'
+                data = {
+                    "text/plain": f"{TEXT}\n{REASON}",
+                    "text/html": f"<p>{REASON}</p>{image}",
+                }
+                _show(data, metadata={}, display_id=self._display_ids[-1], update=True)
+            return self._frozen is None and not self._feed.is_over
+
     def close(self) -> None:
-        """End it: no frame, no order, no comm."""
+        """End it: no frame, no order, no comm. Displayed again, it begins anew."""
+        self._stills.stop()
         self._close_feed()
         _DASHBOARDS.pop(self._id, None)
-        if self._widget is not None:
-            self._widget.close()
+        with self._lock:
+            widget, self._widget = self._widget, None
+        if widget is not None:
+            widget.close()
+
+    @property
+    def is_left(self) -> bool:
+        """It was shown, and is shown no more."""
+        now = place()
+        gone = [shown.is_replaced_at(now) for shown in self._places]
+        return self._is_removed or (bool(gone) and all(gone))
 
     # ---- from the page
 
@@ -214,7 +259,9 @@ class Dashboard:
             self._pages.leave(view)
             if self._pages.is_empty:
                 self._close_feed()
+                self._is_removed = bool(message.get("is_removed"))
             return
+        self._stills.stop()
         self._pages.hear(view, is_direct=is_direct)
         if kind == "hello":
             self._greet(has_code=bool(message.get("has_code")))
@@ -317,20 +364,11 @@ _DASHBOARDS: dict[str, Dashboard] = {}
 """Those of this kernel, by the id that pages name."""
 
 
-def has_viewer() -> bool:
-    """Whether the running cell was sent by a front end, not by a command that runs notebooks."""
-    kernel = _kernel()
-    if kernel is None:
-        return False
-    request: dict[str, Any] = kernel.get_parent()
-    return bool(request.get("content", {}).get("allow_stdin"))
-
-
 def listen() -> None:
     """Let pages open comms of their own; called once in a kernel."""
-    kernel = _kernel()
-    if kernel is not None:
-        kernel.comm_manager.register_target(TARGET, _opened)
+    own = kernel()
+    if own is not None:
+        own.comm_manager.register_target(TARGET, _opened)
 
 
 def _opened(comm: Any, message: dict[str, Any]) -> None:
@@ -341,10 +379,6 @@ def _opened(comm: Any, message: dict[str, Any]) -> None:
         return
     is_direct = threading.current_thread() is not threading.main_thread()
     comm.on_msg(lambda m: dashboard.hear(m["content"]["data"], is_direct=is_direct))
-
-
-def _kernel() -> Any:
-    return getattr(get_ipython(), "kernel", None)
 
 
 def _show(data: dict[str, Any], **options: Any) -> None:

@@ -240,11 +240,12 @@ def _empty(x_label: str, y_label: str, height: int) -> bokeh_figure:
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
-        min_border_left=66,
+        min_border_left=76,
         min_border_right=12,
     )
-    chart.toolbar.logo = None
-    chart.toolbar.autohide = True
+    chart.toolbar_location = (
+        None  # the page has a button; each toolbar costs a third of a first draw
+    )
     for axis in chart.axis:
         axis.minor_tick_line_color = None
         axis.axis_label_text_font = axis.major_label_text_font = palette.FONT

@@ -36,6 +36,11 @@ class Pages:
         with self._lock:
             self._heard[_EXPECTED] = time.monotonic()
 
+    def expect_none(self) -> None:
+        """Nobody has said so."""
+        with self._lock:
+            self._drop(_EXPECTED)
+
     def hear(self, view: str, *, is_direct: bool = False) -> None:
         """A view is there; `is_direct`: it can be heard while a cell runs."""
         with self._lock:
@@ -45,8 +50,9 @@ class Pages:
                 self._direct.add(view)
 
     def leave(self, view: str) -> None:
-        """A view is closed."""
+        """A view is closed; it may have been sent frames unasked and said nothing until now."""
         with self._lock:
+            self._drop(_EXPECTED)
             self._drop(view)
 
     @property

@@ -20,7 +20,7 @@ from nbdist._version import __version__
 from nbdist.errors import FileUnwritable
 from nbdist.protocol.record import story_lines
 from nbdist.views import palette
-from nbdist.views.bundle import bokehjs, figures_json, report_module, settings
+from nbdist.views.bundle import bokehjs, figures_json, page_settings, report_module
 from nbdist.views.facts import (
     Check,
     Table,
@@ -159,7 +159,7 @@ def _held(frame: bytes, reference: RunStory | None) -> list[tuple[str, str]]:
     """What the page's script reads: name of the element -> its text."""
     held = {
         "nbdist-frame": _packed(frame),
-        "nbdist-settings": json.dumps(settings(VIEWS, ())),
+        "nbdist-settings": json.dumps(page_settings(VIEWS, ())),
         "nbdist-figures": figures_json(),
     }
     if reference is not None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--no-first-run",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL_PATHS = (str(ROOT), str(ROOT / "tests" / "support"))
@@ -41,10 +43,19 @@ _KERNELSPEC = {
     "language": "python",
 }
 
+PLAIN_KERNEL = "plain"
+_PLAIN_KERNEL = """
+from ipykernel.kernelapp import launch_new_instance
+from ipykernel.kernelbase import Kernel
+Kernel._supports_kernel_subshells = property(lambda _: False)
+launch_new_instance()
+"""
 
-def write_notebook(path: Path, *cells: str) -> None:
+
+def write_notebook(path: Path, *cells: str, kernel: str = "python3") -> None:
     """A notebook of code cells."""
-    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": _KERNELSPEC})
+    spec = _KERNELSPEC | {"name": kernel}
+    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": spec})
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     nbformat.write(notebook, path)
 
@@ -52,14 +63,22 @@ def write_notebook(path: Path, *cells: str) -> None:
 class Server:
     """One server; a context manager that ends it and its kernels."""
 
-    def __init__(self, folder: Path, app: str = "jupyterlab", theme: str = "JupyterLab Light"):
+    def __init__(
+        self,
+        folder: Path,
+        app: str = "jupyterlab",
+        theme: str = "JupyterLab Light",
+        base: str = "/",
+    ):
         self.folder = folder
         self.app = app
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/"
+        self.base = base
+        self.url = f"http://127.0.0.1:{self.port}{base}"
         self._settings(theme)
+        self._add_kernel()
         self._log = (folder / "server.log").open("w")
 
     def _settings(self, theme: str) -> None:
@@ -71,6 +90,14 @@ class Server:
         room.mkdir(parents=True, exist_ok=True)
         for name, values in chosen.items():
             (room / f"{name}.jupyterlab-settings").write_text(json.dumps(values))
+
+    def _add_kernel(self) -> None:
+        """One without subshells, as ipykernel was before version 7."""
+        room = self.folder / "data" / "kernels" / PLAIN_KERNEL
+        room.mkdir(parents=True)
+        argv = [sys.executable, "-c", _PLAIN_KERNEL, "-f", "{connection_file}"]
+        spec = {"argv": argv, "display_name": "Without subshells", "language": "python"}
+        (room / "kernel.json").write_text(json.dumps(spec))
 
     def __enter__(self) -> Self:
         own = {
@@ -92,6 +119,7 @@ class Server:
             "--ServerApp.disable_check_xsrf=True",
             f"--{exposed}.expose_app_in_browser=True",
             f"--ServerApp.root_dir={self.folder}",
+            f"--ServerApp.base_url={self.base}",
         ]
         self._process = subprocess.Popen(
             command, env=env, stdout=self._log, stderr=self._log, cwd=self.folder
@@ -138,12 +166,14 @@ class Notebook:
         self, server: Server, browser: Any, name: str, size: tuple[int, int] = (1300, 900)
     ):
         self.server, self.name = server, name
+        self._workspace = uuid.uuid4().hex
         self.errors: list[str] = []
         self.outside: list[str] = []
-        self.page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+        self.page = browser.new_page()
+        self.page.set_viewport_size({"width": size[0], "height": size[1]})
         self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.route(lambda url: not url.startswith(server.url), self._refuse)
+        self.page.on("request", self._on_request)
         self.open()
         self.errors.clear()  # before a cell runs they are the application's own
 
@@ -151,18 +181,15 @@ class Notebook:
         if message.type == "error":
             self.errors.append(message.text)
 
-    def _refuse(self, route: Any) -> None:
-        if route.request.url.startswith(("blob:", "data:")):
-            route.continue_()
-            return
-        self.outside.append(route.request.url)
-        route.abort()
+    def _on_request(self, request: Any) -> None:
+        if not request.url.startswith((self.server.url, "blob:", "data:")):
+            self.outside.append(request.url)
 
     def open(self) -> None:
         """Load the page, or load it again."""
         is_lab = self.server.app == "jupyterlab"
         # A workspace of its own: Lab opens again what the last page of a workspace had open.
-        tree = f"lab/workspaces/{self.name.partition('.')[0]}/tree" if is_lab else "notebooks"
+        tree = f"lab/workspaces/{self._workspace}/tree" if is_lab else "notebooks"
         self.page.goto(f"{self.server.url}{tree}/{self.name}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=START_LIMIT_S * 1000)
         self.page.wait_for_function(
@@ -192,6 +219,21 @@ class Notebook:
     def save(self) -> None:
         """Write the notebook to its file."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+    def scroll_to(self, index: int) -> None:
+        """Have a cell in sight."""
+        self.page.evaluate(
+            "(i) => { const n = window.jupyterapp.shell.currentWidget.content; "
+            "n.activeCellIndex = i; n.deselectAll(); return n.scrollToItem(i); }",
+            index,
+        )
+
+    def command(self, name: str, **options: Any) -> None:
+        """Run a command of the application."""
+        self.page.evaluate(
+            "([name, options]) => void window.jupyterapp.commands.execute(name, options)",
+            [name, options],
+        )
 
     def close(self) -> None:
         """Close the page."""

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from nbdist.protocol import frames as fr
 from nbdist.protocol.events import Incident
@@ -39,8 +40,17 @@ dashboard = Dashboard(feed, actions={"kill": kill})
 class SyntheticRun:
     """Its whole course, made at once; a frame shows a part of it."""
 
-    def __init__(self, *, num_slots: int = 4, length_s: float = 60.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int = 4,
+        length_s: float = 60.0,
+        seed: int = 0,
+        step_s: float = STEP_S,
+        has_details: bool = True,
+    ) -> None:
         self.num_slots, self.length_s = num_slots, length_s
+        self._share, self._has_details = step_s / STEP_S, has_details
         self._rng = np.random.default_rng(seed)
         self.tables: dict[str, dict[str, list[float]]] = {
             table: {column: [] for column in columns} for table, columns in fr.TABLES.items()
@@ -132,16 +142,18 @@ class SyntheticRun:
         if generation == 2 and at >= KILL_AT + 1.1:
             generation = 3
         is_slow = SLOW[0] <= at < SLOW[1]
-        compute = {s: 0.14 * (1 + 0.03 * self._rng.standard_normal()) for s in members}
+        usual = 0.14 * self._share
+        compute = {s: usual * (1 + 0.03 * self._rng.standard_normal()) for s in members}
         if is_slow:
             compute[1] *= 2.5
-        last = at + 0.005 + max(compute.values())
-        end = last + 0.018
+        last = at + 0.005 * self._share + max(compute.values())
+        end = last + 0.018 * self._share
         for slot in members:
             start, own = at + 0.002, compute[slot]
             middle, ready = start + own * 0.35, start + own
-            self._spans(step, slot, generation, at, start, middle, ready, end)
-            for bucket in range(NUM_BUCKETS):
+            if self._has_details:
+                self._spans(step, slot, generation, at, start, middle, ready, end)
+            for bucket in range(NUM_BUCKETS if self._has_details else 0):
                 got = middle + (ready - middle) * (bucket + 1) / NUM_BUCKETS
                 others = max(
                     at + 0.002 + c * (0.35 + 0.65 * (bucket + 1) / NUM_BUCKETS)
@@ -217,19 +229,39 @@ class SyntheticRun:
             )
 
     def frame(
-        self, now: float, *, after: float = -1.0, seq: int = 1, tables: Sequence[str] = ()
+        self,
+        now: float,
+        *,
+        after: float = -1.0,
+        seq: int = 1,
+        num_slots: int | None = None,
+        has_run: bool = True,
     ) -> bytes:
-        """What is known at `now`; with `after`, what came since then."""
+        """What is known at `now`; with `after`, what came since then.
+
+        Args:
+            now: second of the run.
+            after: what was known before is left out; without it, the frame is a snapshot.
+            seq: the frame's number.
+            num_slots: as if only the first ones were there; None: all.
+            has_run: False: before any run was begun.
+        """
         is_snapshot = after < 0
         sent: dict[str, Any] = {}
-        for table in tables or fr.TABLES:
+        for table in fr.TABLES:
             times = np.array(self._times[table])
             chosen = (times > after) & (times <= now)
+            if num_slots is not None and "slot" in self.tables[table]:
+                chosen &= np.array(self.tables[table]["slot"]) < num_slots
             if is_snapshot and table in ("buckets", "spans"):
                 chosen &= times > now - 10
             if chosen.any():
                 sent[table] = {c: np.array(v)[chosen] for c, v in self.tables[table].items()}
-        return fr.pack(self._header(now, after, seq, is_snapshot=is_snapshot), sent)
+        header = self._header(now, after, seq, is_snapshot=is_snapshot)
+        seats = header.world.seats[:num_slots]
+        world = replace(header.world, seats=seats, size=len(seats))
+        run = header.run if has_run else None
+        return fr.pack(replace(header, world=world, run=run), sent)
 
     def _header(self, now: float, after: float, seq: int, *, is_snapshot: bool) -> fr.Header:
         rows = np.array(self.tables["rows"]["at"])

@@ -5,7 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
+from bare import BarePage
 from lab import CHROMIUM, FLAGS, Notebook, Server, write_notebook
+
+BASES = {"jupyterlab": "/u/x/", "notebook": "/"}
+"""One of the servers is not at the root of its host, as behind a hub."""
 
 
 @pytest.fixture(scope="session")
@@ -21,13 +25,22 @@ def browser():
 
 
 @pytest.fixture(scope="session")
+def context(browser):
+    """One person's browser: what it has loaded once it need not load for each test."""
+    context = browser.new_context()
+    yield context
+    context.close()
+
+
+@pytest.fixture(scope="session")
 def server(browser, tmp_path_factory):
     """`server(app)`: one server of each kind for all tests; each test has its own notebooks."""
     assert browser
 
     def start(app):
         if app not in started:
-            started[app] = stack.enter_context(Server(tmp_path_factory.mktemp(app), app))
+            folder = tmp_path_factory.mktemp(app)
+            started[app] = stack.enter_context(Server(folder, app, base=BASES[app]))
         return started[app]
 
     started = {}
@@ -36,13 +49,21 @@ def server(browser, tmp_path_factory):
 
 
 @pytest.fixture
-def notebook(server, browser, request):
-    """Opens a notebook with these cells; it asks nobody outside, and ends without an error."""
+def notebook(server, context, request):
+    """Opens a notebook with these cells; it asks nobody outside, and ends without an error.
 
-    def open_notebook(*cells, app="jupyterlab", size=(1400, 2000)):
+    With `of`, opens a notebook that is open already, in another tab or, with `browser`, for
+    somebody else.
+    """
+
+    def open_notebook(
+        *cells, app="jupyterlab", size=(1400, 2000), kernel="python3", of=None, browser=context
+    ):
         home = server(app)
-        name = f"{request.node.name.partition('[')[0]}.ipynb"
-        write_notebook(home.folder / name, *cells)
+        number = len({page.name for page in opened})
+        name = of.name if of else f"{request.node.name.partition('[')[0]}-{number}.ipynb"
+        if not of:
+            write_notebook(home.folder / name, *cells, kernel=kernel)
         opened.append(Notebook(home, browser, name, size))
         return opened[-1]
 
@@ -50,6 +71,22 @@ def notebook(server, browser, request):
     yield open_notebook
     for page in opened:
         page.close()
-        page.server.end_kernels()
+    for home in {page.server for page in opened}:
+        home.end_kernels()
     assert [page.outside for page in opened] == [[]] * len(opened)
+    assert [page.errors for page in opened] == [[]] * len(opened)
+
+
+@pytest.fixture
+def bare(browser):
+    """Opens pages with the widget alone; each ends without an error."""
+
+    def open_page(**options):
+        opened.append(BarePage(browser, **options))
+        return opened[-1]
+
+    opened = []
+    yield open_page
+    for page in opened:
+        page.close()
     assert [page.errors for page in opened] == [[]] * len(opened)

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,9 @@ from nbdist.protocol import frames as fr
 from nbdist.protocol.story import ROWS, Evaluation, RunStory
 from nbdist.views import bundle as bd
 from nbdist.views import dashboard as db
+from nbdist.views import host as hs
 from nbdist.views import pages as pg
+from nbdist.views import stills as st
 from nbdist.views.picture import WIDTH, picture
 from nbdist.views.playback import story_frame
 
@@ -94,6 +97,14 @@ def made(monkeypatch):
     yield make
     for dashboard in dashboards:
         dashboard.close()
+
+
+def until(holds):
+    """Wait until it holds."""
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def kinds(sent):
@@ -287,11 +298,13 @@ def test_at_the_end_a_picture_takes_its_place(made, shows):
 def test_the_end_of_frames_freezes_a_run_that_went_on(made, shows, freezes):
     """A dashboard of a run that was over when it was opened stays, to be looked at."""
     dashboard, feed, sent = made(snapshot=b"a run", freezes=freezes)
+    dashboard._ipython_display_()
     dashboard.hear({"type": "hello", "view": "a", "has_code": True})
+    sent.clear()
     feed.is_over = True
     feed.ended("the run is over")
     assert sent[0][0] == {"type": "ended", "text": "the run is over"}
-    assert bool(shows) is freezes
+    assert (len(shows) == 2) is freezes
 
 
 def test_a_page_that_comes_back_is_given_frames_again(made, shows):
@@ -354,10 +367,72 @@ def test_a_viewer_is_a_front_end_that_can_be_asked(monkeypatch):
     for allowed in (True, False):
         request = {"content": {"allow_stdin": allowed}}
         kernel = SimpleNamespace(get_parent=lambda request=request: request)
-        monkeypatch.setattr(db, "get_ipython", lambda kernel=kernel: SimpleNamespace(kernel=kernel))
+        monkeypatch.setattr(hs, "get_ipython", lambda kernel=kernel: SimpleNamespace(kernel=kernel))
         assert db.has_viewer() is allowed
-    monkeypatch.setattr(db, "get_ipython", lambda: None)
+    monkeypatch.setattr(hs, "get_ipython", lambda: None)
     assert not db.has_viewer()
+
+
+# ---- where no page answers
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Pictures come at once, and follow one another fast."""
+    monkeypatch.setattr(st, "FIRST_WORD_LIMIT_S", 0.0)
+    monkeypatch.setattr(st, "PERIOD_S", 0.001)
+    monkeypatch.setattr(st, "LATE_PERIOD_S", 0.001)
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_no_page_answers_pictures_say_why(made, shows, monkeypatch):
+    """A live view that nobody draws becomes a picture with the reason, until the run is over."""
+    monkeypatch.setattr(db, "when_idle", lambda act: act())
+    dashboard, feed, _ = made(snapshot=b"0")
+    dashboard._ipython_display_()
+    until(lambda: len(shows) > 1)
+    feed._snapshot = b"1"
+    until(lambda: len(shows) > 2)
+    time.sleep(0.02)
+    assert len(shows) == 3  # the same picture is not sent again
+    assert feed.num_closed == 1
+    feed.is_over = True
+    until(lambda: not [t for t in threading.enumerate() if t.name == "nbdist-stills"])
+    dashboard.freeze()
+    live, first, second, last = shows
+    assert db.WIDGET_VIEW in live[0]
+    for data, options in (first, second):
+        assert st.REASON in data["text/html"]
+        assert st.REASON in data["text/plain"]
+        assert options["display_id"] == live[1]["display_id"]
+    assert set(last[0]) == {"text/plain", "image/png"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_page_that_speaks_gets_no_pictures(made, shows, monkeypatch):
+    """Whoever answers, however late the kernel hears it, keeps the live view."""
+    asked = []
+    monkeypatch.setattr(db, "when_idle", asked.append)
+    dashboard, _, _ = made(snapshot=b"a run")
+    dashboard._ipython_display_()
+    until(lambda: asked)  # a cell runs: nobody can be heard
+    dashboard.hear({"type": "ack", "view": "a", "seq": 1})
+    asked[0]()
+    time.sleep(0.02)
+    assert len(shows) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_pictures_are_bounded(monkeypatch):
+    """However long a run goes on unseen, a notebook gets no more than so many pictures."""
+    monkeypatch.setattr(st, "MAX_PICTURES", 7)
+    shown = []
+    stills = st.Stills(lambda: not shown.append(1), lambda act: act())
+    stills.watch()
+    stills.watch()
+    until(lambda: len(shown) == 7)
+    time.sleep(0.02)
+    assert len(shown) == 7
 
 
 # ---- pictures and stories

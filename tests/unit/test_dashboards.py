@@ -13,6 +13,7 @@ from nbdist.protocol import frames as fr
 from nbdist.protocol.story import ROWS, RunStory
 from nbdist.session.dashboards import Dashboards, RunFeed
 from nbdist.views import dashboard as db
+from nbdist.views import host as hs
 
 
 class FakeRun:
@@ -83,6 +84,28 @@ def opened(monkeypatch):
     monkeypatch.setattr(db, "_show", lambda *_, **__: None)
     yield make
     for dashboard in made:
+        dashboard.close()
+
+
+def test_what_nobody_sees_any_more_is_closed_with_the_next_one(opened, monkeypatch):
+    """V19: a cell that is run again and again leaves one widget, not one for each time."""
+    cluster = FakeCluster(FakeRun())
+    dashboards, first = opened(cluster)
+    assert first.widget
+    first.hear({"type": "hello", "view": "a", "has_code": True})
+    first.hear({"type": "bye", "view": "a"})  # a page that is loaded again
+    second = dashboards.open()
+    assert first._widget is not None
+    first.hear({"type": "hello", "view": "b", "has_code": True})
+    first.hear({"type": "bye", "view": "b", "is_removed": True})
+    third = dashboards.open()
+    assert first._widget is None
+    assert [pair[0] for pair in dashboards._open] == [second, third]
+    for cell, request, is_left in (("a", "2", True), ("a", "1", False), ("b", "2", False)):
+        third._places = {hs.Place("a", "1")}
+        monkeypatch.setattr(db, "place", lambda cell=cell, request=request: hs.Place(cell, request))
+        assert third.is_left is is_left
+    for dashboard in (second, third):
         dashboard.close()
 
 

@@ -1,5 +1,8 @@
 // A bokeh figure on the page: filled by us, drawn only while it is seen.
 
+/** Of a line of text. */
+const NAME_PX = 13;
+
 /** One look for a slot everywhere. */
 export class Look {
   /** @param {import("./types").Settings} settings @param {HTMLElement} box */
@@ -51,11 +54,12 @@ export class Chart {
     /** @type {Record<string, any>} */ this.sources = {};
     /** @type {any} */ this.figure = null;
     this.isMounting = false;
+    /** The rows that are set. */ this.laned = "";
   }
 
   /** BokehJS lays out badly at size 0: called when the place is seen. */
   async mount() {
-    if (this.isMounting) return;
+    if (this.isMounting || !this.place.isConnected) return; // it may be removed while it waits
     this.isMounting = true;
     this.views = await this.code.Bokeh.embed.embed_item(this.item, this.place);
     this.figure = this.views.roots[0].model;
@@ -75,16 +79,21 @@ export class Chart {
   }
 
   /**
-   * Rows from the top, each with a name.
-   * @param {string[]} names @param {number} each height in pixels @param {number} [head] rows free above
+   * Rows from the top, each with a name; where rows are low, not all names are written.
+   * @param {string[]} names @param {number} each height in pixels @param {number} [head] pixels free above
    */
   lanes(names, each, head = 0) {
-    this.figure.y_range.setv({ start: Math.max(1, names.length), end: -head });
-    const axis = this.figure.left[0];
-    const ticks = names.map((_, i) => i + 0.5);
-    axis.ticker.ticks = ticks;
-    axis.major_label_overrides = new Map(names.map((name, i) => [ticks[i], name]));
-    const height = Math.round(60 + (names.length + head) * each);
+    const text = JSON.stringify([names, each]);
+    if (text !== this.laned) {
+      this.laned = text;
+      this.figure.y_range.setv({ start: Math.max(1, names.length), end: -head / each });
+      const axis = this.figure.left[0];
+      const stride = Math.ceil(NAME_PX / each);
+      const ticks = names.map((_, i) => i + 0.5).filter((_, i) => i % stride === 0);
+      axis.major_label_overrides = new Map(ticks.map((tick) => [tick, names[Math.floor(tick)]]));
+      axis.ticker.ticks = ticks;
+    }
+    const height = Math.round(60 + names.length * each + head);
     if (this.figure.height !== height) this.figure.height = height;
   }
 
@@ -93,18 +102,24 @@ export class Chart {
     this.figure.x_range.setv({ start, end });
   }
 
+  /** All that there is, after a zoom. */
+  whole() {
+    this.laned = "";
+    for (const view of this.figureViews) view.reset();
+  }
+
+  get figureViews() {
+    return this.views?.query((/** @type {any} */ view) => view.model.type === "Figure") ?? [];
+  }
+
   repaint() {
-    if (!this.views) return;
-    for (const view of this.views.query((/** @type {any} */ v) => v.model.type === "Figure")) {
-      view.request_paint();
-    }
+    for (const view of this.figureViews) view.request_paint();
   }
 
   /** @returns {HTMLCanvasElement | null} */
   picture() {
-    if (!this.views) return null;
-    const [view] = [...this.views.query((/** @type {any} */ v) => v.model.type === "Figure")];
-    return view.export("png", true).canvas;
+    const [view] = [...this.figureViews];
+    return view?.export("png", true).canvas ?? null;
   }
 
   /** Else `Bokeh.documents` keeps it for ever. */

@@ -61,12 +61,10 @@ class Dashboard {
   }
 
   async mountSeen() {
-    for (const panel of this.panels) {
-      if (this.isDisposed) return;
-      if (!this.seen.has(panel.root) || panel.isReady) continue;
-      await panel.mount();
-      this.schedule();
-    }
+    // Together: what each causes the page to lay out is laid out once.
+    const waiting = this.panels.filter((panel) => this.seen.has(panel.root) && !panel.isReady);
+    await Promise.all(waiting.map((panel) => panel.mount()));
+    this.schedule();
   }
 
   watchTheme() {

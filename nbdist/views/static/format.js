@@ -11,6 +11,11 @@ export function number(value, digits = 0) {
   }).format(value);
 }
 
+/** "1 rank", "2 ranks". @param {number} count @param {string} word @returns {string} */
+export function counted(count, word) {
+  return `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+}
+
 /** A duration in ms. @param {number | null | undefined} seconds @returns {string} */
 export function ms(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;

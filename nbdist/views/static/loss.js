@@ -1,19 +1,28 @@
 // Loss over steps, samples or seconds.
 
-import { element, lossText, NONE, number } from "./format.js";
+import { counted, element, lossText, NONE, number } from "./format.js";
 import { Panel } from "./panel.js";
 import { Table } from "./store.js";
 
 /** @typedef {import("./store.js").Store} Store */
 
 const MAX_TABLE_ROWS = 60;
+/** Shares of a chart's width and height that a marker with its number takes. */
+const MARK_WIDTH = 0.05;
+const MARK_DROP = 0.1;
+const MARK_LEVELS = 4;
 
 /**
- * A line and a numbered marker for each incident.
- * @param {Store} store @param {import("./charts.js").Look} look @param {number} height at which markers stand
- * @param {ArrayLike<number>} x of each committed step
+ * A line and a numbered marker for each incident; those that are close stand below one another.
+ * @param {Store} store @param {import("./charts.js").Look} look
+ * @param {Float64Array} values that the chart shows @param {Float64Array} x of each committed step
  */
-export function marks(store, look, height, x) {
+export function marks(store, look, values, x) {
+  const known = values.filter(Number.isFinite);
+  const high = known.length ? Math.max(...known) : 1;
+  const drop = (high - (known.length ? Math.min(...known) : 0)) * MARK_DROP;
+  const near = ((x[x.length - 1] ?? 0) - (x[0] ?? 0)) * MARK_WIDTH;
+  let level = 0;
   /** @type {Record<string, (string | number)[]>} */
   const columns = { x: [], y: [], number: [], what: [], colour: [], marker: [], ink: [] };
   const steps = store.rows.get("step");
@@ -22,8 +31,10 @@ export function marks(store, look, height, x) {
     if (step === null || !steps.length) continue;
     let place = 0;
     while (place < steps.length - 1 && steps[place] < step) place++;
+    const last = columns.x[columns.x.length - 1];
+    level = last !== undefined && x[place] - Number(last) < near ? (level + 1) % MARK_LEVELS : 0;
     columns.x.push(x[place]);
-    columns.y.push(height);
+    columns.y.push(high - level * drop);
     columns.number.push(`${count}`);
     columns.what.push(`${incident.kind}: slot ${incident.slots.join(", ")}; ${incident.cause}`);
     columns.colour.push(incident.slots.length ? look.colour(incident.slots[0]) : "gray");
@@ -66,7 +77,7 @@ export class Loss extends Panel {
     return rows.get("samples").map((n) => (sum += n));
   }
 
-  /** @param {Store} store */
+  /** @override @param {Store} store */
   update(store) {
     this.store = store;
     const { rows } = store;
@@ -77,14 +88,13 @@ export class Loss extends Panel {
     }
     this.explain("");
     const losses = rows.get("loss");
-    const known = losses.filter(Number.isFinite);
     const bad = losses.findIndex((value) => !Number.isFinite(value));
     const wild = bad < 0 ? "" : ` It is not a number from step ${number(rows.get("step")[bad])} on.`;
     const repeated = [...store.incidents.values()].reduce((sum, i) => sum + i.samples_lost + i.samples_repeated, 0);
     const beneath = this.reference ? ` Beneath, in grey: ${this.reference.title}.` : "";
     this.say(
-      `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${number(rows.length)} steps; ` +
-        `${store.incidents.size} incidents, ${number(repeated)} samples lost or repeated.${wild}${beneath}`,
+      `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${counted(rows.length, "step")}; ` +
+        `${counted(store.incidents.size, "incident")}, ${counted(repeated, "sample")} lost or repeated.${wild}${beneath}`,
     );
     this.fillTwin();
     if (!this.isReady) return;
@@ -97,7 +107,7 @@ export class Loss extends Panel {
       const { rows: other } = this.reference;
       chart.set("reference", { x: this.x(other), value: other.get("loss") });
     }
-    chart.set("marks", marks(store, this.look, known.length ? Math.max(...known) : 1, x));
+    chart.set("marks", marks(store, this.look, losses, x));
   }
 
   /** @returns {import("./panel.js").Twin} */

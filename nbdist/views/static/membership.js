@@ -1,6 +1,6 @@
 // Membership: who was in the job when, and what each incident cost.
 
-import { element, ms, NONE, number } from "./format.js";
+import { counted, element, ms, NONE, number } from "./format.js";
 import { fillTable, Panel } from "./panel.js";
 
 /** @typedef {import("./store.js").Store} Store */
@@ -10,6 +10,12 @@ const STATES = ["empty", "starting", "replaying", "ready", MEMBER, "leaving", "g
 const RUNNING = 3;
 const MAX_ROWS = 50;
 const MAX_ANATOMIES = 12;
+const LANES_PX = 330;
+const MAX_LANE_PX = 24;
+const MIN_LANE_PX = 4;
+const HEAD_PX = 18;
+/** Share of the chart's width that a generation's number takes. */
+const LABEL_WIDTH = 0.03;
 const PARTS = /** @type {const} */ ([
   ["detect_s", "detect", "#D55E00", " "],
   ["regroup_s", "regroup", "#0072B2", "/"],
@@ -36,11 +42,14 @@ export class Membership extends Panel {
       figures: ["membership", "incidents"],
     });
     this.look = look;
-    const keys = this.tools.appendChild(element("span", "nbdist-legend"));
-    for (const [, part, colour] of PARTS) {
-      const item = keys.appendChild(element("span", "nbdist-key", part));
+    this.keys = element("div", "nbdist-tools nbdist-legend", "Time that each incident took:");
+    for (const [, part, colour, hatch] of PARTS) {
+      const item = this.keys.appendChild(element("span", "nbdist-key", part));
       item.style.setProperty("--nbdist-slot", colour);
+      item.classList.toggle("nbdist-hatched", hatch === "/");
     }
+    this.charts[1].place.before(this.keys);
+    this.tools.append("Bars in colour: member of the group. Grey: empty, starting or leaving. Numbers: generations.");
     this.list = element("table", "nbdist-table nbdist-incidents");
     const place = element("div", "nbdist-scroller");
     place.append(this.list);
@@ -49,7 +58,7 @@ export class Membership extends Panel {
     this.written = "";
   }
 
-  /** @param {Store} store */
+  /** @override @param {Store} store */
   update(store) {
     this.store = store;
     this.writeIncidents(store);
@@ -58,8 +67,8 @@ export class Membership extends Panel {
     const worst = stalls.length ? `, the longest stall ${ms(Math.max(...stalls))} ms` : "";
     this.explain("");
     this.say(
-      `${store.world?.world_size ?? 0} ranks in generation ${store.world?.generation ?? NONE}; ` +
-        `${incidents.length} incidents${worst}.`,
+      `${counted(store.world?.world_size ?? 0, "rank")} in generation ${store.world?.generation ?? NONE}; ` +
+        `${counted(incidents.length, "incident")}${worst}.`,
     );
     this.fillTwin();
     if (!this.isReady) return;
@@ -87,23 +96,29 @@ export class Membership extends Panel {
         for (const [name, value] of Object.entries({ ...values, ...more })) lives[name].push(value);
       });
     });
-    chart.lanes(slots.map((slot) => `slot ${slot}`), 24, 0.8);
+    const each = Math.max(MIN_LANE_PX, Math.min(MAX_LANE_PX, LANES_PX / slots.length));
+    chart.lanes(slots.map((slot) => `slot ${slot}`), each, HEAD_PX);
     chart.set("lives", lives);
-    chart.set("generations", this.generations(store));
+    chart.set("generations", this.generations(store, -HEAD_PX / each));
   }
 
-  /** A line where each generation begins to run. @param {Store} store */
-  generations({ phases, began }) {
+  /** A line where each generation begins to run. @param {Store} store @param {number} top of the chart */
+  generations({ phases, began, now }, top) {
     /** @type {{x: number[], y: number[], text: string[], ink: string[]}} */
     const found = { x: [], y: [], text: [], ink: [] };
-    let last = -1;
+    const near = (now - began) * LABEL_WIDTH;
+    let [last, first] = [-1, -1];
     for (let i = 0; i < phases.length; i++) {
       const generation = phases.get("generation")[i];
       if (phases.get("phase")[i] !== RUNNING || generation === last) continue;
       last = generation;
-      found.x.push(phases.get("at")[i] - began);
-      found.y.push(-0.75);
-      found.text.push(`${generation}`);
+      const x = phases.get("at")[i] - began;
+      const place = found.x.length - 1;
+      if (place >= 0 && x - found.x[place] < near) found.text[place] = ""; // one label for both
+      else first = generation;
+      found.x.push(x);
+      found.y.push(top * 0.95);
+      found.text.push(first === generation ? `${generation}` : `${first}–${generation}`);
       found.ink.push(this.look.text);
     }
     return found;
@@ -126,7 +141,7 @@ export class Membership extends Panel {
         at += length;
       }
     });
-    chart.place.hidden = !shown.length;
+    chart.place.hidden = this.keys.hidden = !shown.length;
     chart.lanes(shown.map(([count, incident]) => `${count} ${incident.kind}`), 22);
     chart.set("parts", parts);
   }

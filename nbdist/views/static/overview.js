@@ -93,7 +93,7 @@ export class Overview {
 
 /** @type {Record<string, string>} */
 const LABELS = {
-  step: "steps committed",
+  step: "steps",
   loss: "loss",
   pace: "throughput",
   ranks: "ranks",

@@ -40,6 +40,7 @@ export class Panel {
     head.append(element("h3", "", question));
     this.age = head.appendChild(element("span", "nbdist-age"));
     this.toggle = this.button(head, "Table", "Show the numbers as a table", () => this.flip());
+    this.button(head, "Whole", "Show all again after a zoom", () => this.whole());
     this.button(head, "PNG", "Save this chart as a picture", () => this.save());
     this.said = this.root.appendChild(element("p", "nbdist-said"));
     this.tools = this.root.appendChild(element("div", "nbdist-tools"));
@@ -57,6 +58,7 @@ export class Panel {
     this.isEmpty = false;
     /** @type {() => Twin} */ this.twin = () => ({ header: [], rows: [] });
     this.fitted = 0;
+    /** @type {Store | undefined} */ this.store = undefined;
   }
 
   /** @param {HTMLElement} parent @param {string} label @param {string} title @param {() => void} act */
@@ -101,8 +103,20 @@ export class Panel {
     this.isEmpty = Boolean(why);
     this.empty.textContent = why;
     this.empty.hidden = !why;
+    this.tools.hidden = this.said.hidden = this.isEmpty;
     this.body.hidden = this.isEmpty || this.showsTable;
     if (why) this.say("");
+  }
+
+  /** Redrawn with its next values, which come at once where they come no more. */
+  whole() {
+    for (const chart of this.charts) chart.whole();
+    if (this.store) this.update(this.store);
+  }
+
+  /** Overridden by each view. @param {Store} store */
+  update(store) {
+    this.store = store;
   }
 
   /** Charts that can be filled now. Those that cannot yet are made as soon as they are seen. */

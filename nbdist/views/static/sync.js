@@ -157,13 +157,19 @@ export class Sync extends Panel {
     this.draw();
   }
 
+  /** @override */
+  whole() {
+    super.whole();
+    this.draw(); // a pinned step is drawn at no frame
+  }
+
   /** @param {number} by */
   move(by) {
     const place = this.known.indexOf(this.chosen) + by;
     if (place >= 0 && place < this.known.length) this.pin(Sync.key(this.known[place]));
   }
 
-  /** @param {Store} store */
+  /** @override @param {Store} store */
   update(store) {
     this.store = store;
     this.known = attempts(store);

@@ -102,7 +102,7 @@ export class Throughput extends Panel {
     this.twin = () => this.numbers();
   }
 
-  /** @param {Store} store */
+  /** @override @param {Store} store */
   update(store) {
     this.store = store;
     if (!store.rows.length && !store.steps.length) {
@@ -111,19 +111,19 @@ export class Throughput extends Panel {
     }
     this.explain("");
     const { sentence } = verdict(store);
-    this.say(`${sentence} In synchronous training all ranks share one pace; compute time tells them apart.`.trim());
+    const curves = this.curves(store);
+    const isMany = curves.length > MAX_LINES;
+    const how = isMany ? "A strip for each slot below: the lighter, the longer it computes." : "";
+    this.say(`${sentence} In synchronous training all ranks share one pace; compute time tells them apart. ${how}`.trim());
     this.fillTwin();
     if (!this.isReady) return;
     const [rate, compute] = this.charts;
     const { rows } = store;
     const rates = rows.get("samples").map((n, i) => n / rows.get("seconds")[i]);
-    const known = rates.filter(Number.isFinite);
     const x = rows.get("step");
     rate.set("rate", { x, rate: rates, step: x, generation: rows.get("generation"), ranks: rows.get("world_size") });
-    rate.set("marks", marks(store, this.look, (store.rows.length && Math.max(...known)) || 1, x));
-    const curves = this.curves(store);
-    const isMany = curves.length > MAX_LINES;
-    compute.figure.left[0].axis_label = isMany ? "slot; light: long compute" : "compute, ms";
+    rate.set("marks", marks(store, this.look, rates, x));
+    compute.figure.left[0].axis_label = isMany ? "slot" : "compute, ms";
     compute.set("compute", isMany ? EMPTY : this.lines(curves));
     compute.set("heat", isMany ? this.heat(curves) : NO_HEAT);
   }

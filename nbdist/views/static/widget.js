@@ -41,7 +41,7 @@ async function loaded([bokeh, views, figures]) {
   const [bokehText, viewsText, figuresText] = await Promise.all([bokeh, views, figures].map(unpacked));
   const wrapped = `const root={};(function(){${bokehText}\n}).call(root);export default root.Bokeh;`;
   const Bokeh = (await imported(wrapped)).default;
-  Bokeh.set_log_level("warn");
+  Bokeh.set_log_level("error"); // it warns of ranges without data, which all have at first
   return { Bokeh, views: await imported(viewsText), figures: JSON.parse(figuresText) };
 }
 
@@ -175,7 +175,10 @@ class View {
     for (const frame of early?.frames.splice(0) ?? []) this.takeFrame(frame);
     if (early) early.isOver = true;
     this.channel = await opening;
-    if (signal.aborted) return this.channel.close();
+    if (signal.aborted) {
+      this.send({ type: "bye", is_removed: true });
+      return this.channel.close();
+    }
     if (this.seq >= 0) this.send({ type: "ack", seq: this.seq });
     else this.hello();
     let pause = 2;
@@ -189,10 +192,11 @@ class View {
         this.hello();
       }
     }, 1000);
+    // A page that goes may come back: only what was removed from its notebook is of no use any more.
     window.addEventListener("pagehide", () => this.send({ type: "bye" }), { signal });
     signal.addEventListener("abort", () => {
       clearInterval(clock);
-      this.send({ type: "bye" });
+      this.send({ type: "bye", is_removed: true });
       this.channel?.close();
       this.shown?.dispose();
     });
@@ -312,7 +316,7 @@ class View {
       this.lost = why;
       this.tick();
       this.shown?.cut();
-      setTimeout(() => this.freeze(), 0);
+      this.freeze();
     };
     model.on("comm_live_update", () => lose("the kernel was restarted"));
     const session = model.widget_manager?.context?.sessionContext;
@@ -323,7 +327,8 @@ class View {
       if (gone.includes(status)) lose(`the kernel is ${status}`);
     };
     const onKernel = (/** @type {unknown} */ _, /** @type {any} */ change) => {
-      if (!change.newValue) lose("the kernel was shut down");
+      if (change.newValue?.id === change.oldValue?.id) return;
+      lose(change.newValue ? "the notebook has another kernel now" : "the kernel was shut down");
     };
     session.statusChanged.connect(onStatus);
     session.kernelChanged.connect(onKernel);
@@ -334,11 +339,11 @@ class View {
   }
 
   freeze() {
-    const picture = this.shown?.picture();
-    if (!picture || this.signal.aborted) return;
+    const picture = this.shown?.picture(); // at once: the view may be removed with its model
+    if (!picture) return;
     const width = Math.round(picture.width / devicePixelRatio);
     const data = picture.toDataURL("image/png").split(",")[1];
-    replaceOutputs(this.model, data, { "image/png": { width } });
+    setTimeout(() => replaceOutputs(this.model, data, { "image/png": { width } }), 0);
   }
 }
 
