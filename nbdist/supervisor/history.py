@@ -106,24 +106,36 @@ class History:
 
     def __init__(self, budget: Budget) -> None:
         self._points = Window(POINT, budget)
+        self._num_waiting = 0
+        """The last points, which are in no summary yet: many cost little more than few."""
         self._by_ten, self._by_hundred = Window(SUMMARY, budget), Window(SUMMARY, budget)
         self._rest = np.empty(0, SUMMARY)
         self._rest_of_tens = np.empty(0, SUMMARY)
 
     def add(self, points: NDArray[np.void]) -> int:
         """Take points in; returns how many were refused because there was no room at all."""
+        # A history that has begun holds as many: none is overwritten before it is summed up.
+        is_much = self._num_waiting + len(points) > FIRST_POINTS
+        waiting = self._points.values(self._num_waiting) if is_much else None
         num_refused = self._points.add(points)
         if num_refused:
             return num_refused
+        self._num_waiting += len(points)
+        if waiting is not None:
+            self._sum_up(np.concatenate([waiting, points], dtype=POINT))
+        return 0
+
+    def _sum_up(self, points: NDArray[np.void]) -> None:
+        self._num_waiting = 0
         summaries = np.empty(len(points), SUMMARY)
         summaries["at"], summaries["step"] = points["at"], points["step"]
         for name in ("mean", "low", "high"):
             summaries[name] = points["value"]
-        tens, self._rest = _sum_up(np.concatenate([self._rest, summaries]))
+        tens, self._rest = _sum_up(np.concatenate([self._rest, summaries], dtype=SUMMARY))
         self._by_ten.add(tens)
-        hundreds, self._rest_of_tens = _sum_up(np.concatenate([self._rest_of_tens, tens]))
+        rest = np.concatenate([self._rest_of_tens, tens], dtype=SUMMARY)
+        hundreds, self._rest_of_tens = _sum_up(rest)
         self._by_hundred.add(hundreds)
-        return 0
 
     def points(self) -> NDArray[np.void]:
         """The last values as they were, of dtype `POINT`, oldest first."""
@@ -140,6 +152,8 @@ class History:
 
     def summaries(self) -> NDArray[np.void]:
         """What came before the points, of dtype `SUMMARY`, oldest first."""
+        if self._num_waiting:
+            self._sum_up(self._points.values(self._num_waiting))
         points, tens = self._points.values(), self._by_ten.values()
         hundreds = self._by_hundred.values()
         if len(points):
@@ -148,7 +162,7 @@ class History:
             hundreds = hundreds[hundreds["at"] < tens["at"][0]]
         elif len(points):
             hundreds = hundreds[hundreds["at"] < points["at"][0]]
-        return np.concatenate([hundreds, tens])
+        return np.concatenate([hundreds, tens], dtype=SUMMARY)
 
     def curve(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """All of it as (at, value), with means where only summaries are left."""

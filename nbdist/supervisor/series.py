@@ -97,12 +97,14 @@ class Series:
         waiting = self._waiting.pop(slot, None)
         if not waiting:
             return
-        records = np.concatenate(waiting)
+        records = np.concatenate(waiting, dtype=RECORD)
         self._timelines[slot].add(records)
-        for number in np.unique(records["kind"]):
+        records = records[np.argsort(records["kind"], kind="stable")]
+        numbers, starts = np.unique(records["kind"], return_index=True)
+        for number, piece in zip(numbers, np.split(records, starts[1:]), strict=True):
             kind = Kind(int(number))
             if kind in SERIES:
-                self._add_values(slot, kind, records[records["kind"] == number])
+                self._add_values(slot, kind, piece)
 
     def _add_values(self, slot: Slot, kind: Kind, records: NDArray[np.void]) -> None:
         points = np.empty(len(records), POINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -86,8 +87,11 @@ class Timelines:
         for name in Key._fields:
             is_other |= np.diff(records[name]) != 0
         # Two threads may be in two steps for a moment: a step may come in several pieces.
-        for piece in np.split(records, np.flatnonzero(is_other) + 1):
-            self._add(Key(*(int(piece[name][0]) for name in Key._fields)), piece)
+        starts = [0, *(np.flatnonzero(is_other) + 1).tolist(), len(records)]
+        firsts = records[starts[:-1]]
+        keys = zip(*(firsts[name].tolist() for name in Key._fields), strict=True)
+        for key, (start, end) in zip(keys, pairwise(starts), strict=True):
+            self._add(Key(*key), records[start:end])
 
     def _add(self, key: Key, records: NDArray[np.void]) -> None:
         step = self._by_key.get(key)
@@ -99,7 +103,7 @@ class Timelines:
         kept = records[: MAX_RECORDS - len(step.records)]
         if not self._take(kept.nbytes, step):
             kept = kept[:0]
-        step.records = np.concatenate([step.records, kept])
+        step.records = np.concatenate([step.records, kept], dtype=RECORD)
         self.num_left_out += len(records) - len(kept)
 
     def _take(self, num_bytes: int, newest: StepTimeline) -> bool:

@@ -61,7 +61,12 @@ export class Chart {
   async mount() {
     if (this.isMounting || !this.place.isConnected) return; // it may be removed while it waits
     this.isMounting = true;
-    this.views = await this.code.Bokeh.embed.embed_item(this.item, this.place);
+    try {
+      this.views = await this.code.Bokeh.embed.embed_item(this.item, this.place);
+    } catch (error) {
+      if (this.place.isConnected) throw error;
+      return; // it was removed meanwhile, as by a cell that runs again
+    }
     this.figure = this.views.roots[0].model;
     this.document = this.figure.document;
     for (const model of this.document.all_models) {
