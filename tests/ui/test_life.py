@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 
 import pytest
@@ -151,7 +150,7 @@ def test_loaded_again_it_has_the_whole_history_soon(notebook):
         times.append(lab.page.evaluate("() => [seen.history - seen.notebook, seen.history]"))
         has_true_rows(lab, at_least=known)
     for name, of in zip(("notebook", "reload"), zip(*times, strict=True), strict=True):
-        assert statistics.median(of) < 4 * RELOAD_LIMIT_MS, (name, of)
+        assert max(of) < 4 * RELOAD_LIMIT_MS, (name, of)
 
 
 def test_views_of_one_dashboard_all_have_the_same_history(notebook, browser):
