@@ -10,11 +10,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
 from nbdist.engine import emit
-from nbdist.engine.works import WORKS
 from nbdist.errors import WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
@@ -74,12 +70,12 @@ def own(state: State, port: RunPort) -> Iterator[Step]:
         raise port.fault
 
 
-def train(state: State, step: Step) -> None:
+def train(step: Step) -> None:
     """The body of a step where the user has written none."""
     step.vote_early()
     with step:
         for batch in step.batches():
-            step.backward(state.objective(state.module, batch))
+            step.train(batch)
 
 
 async def drive(state: State, port: RunPort) -> None:
@@ -90,7 +86,7 @@ async def drive(state: State, port: RunPort) -> None:
         if step is None:
             await port.wait_async()
             continue
-        train(state, step)
+        train(step)
         if time.monotonic() >= gave_way_at + GIVE_WAY_S:
             await asyncio.sleep(0)
             gave_way_at = time.monotonic()
@@ -132,12 +128,14 @@ def _is_due(state: State, port: RunPort) -> bool:
 
 def _is_ready(state: State, port: RunPort) -> bool:
     """Do what comes before a step; False where the group broke in it."""
-    state.exchange.begin(port.rank, port.world_size)
+    state.exchange.begin(port.rank, port.world_size, port.generation)
     emit.begin_step(state.step, port.generation, attempt=state.attempt)
     try:
-        if state.step == 0 and port.world_size > 1:
+        if state.step == 0 or state.settled_in != port.generation:
             port.begin_step(state.step, patient=True)
-            _take_from_first(state)
+            state.exchange.settle(state.step)
+            state.settled_in = port.generation
+            state.buffers.keep_all()
         if _is_due(state, port):
             port.begin_step(state.step, patient=True)
             _evaluate(state, port)
@@ -150,22 +148,11 @@ def _is_ready(state: State, port: RunPort) -> bool:
     return True
 
 
-@torch.no_grad()
-def _take_from_first(state: State) -> None:
-    """Before the first step, all ranks take the weights of rank 0."""
-    for tensor in [*state.module.parameters(), *state.module.buffers()]:
-        dense = tensor.detach().contiguous()
-        WORKS.follow(dist.broadcast(dense, 0, async_op=True)).wait()
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.copy_(dense)
-    state.buffers.keep_all()
-
-
 def _evaluate(state: State, port: RunPort) -> None:
     assert state.evaluator is not None
     exchange, began_ns = state.exchange, time.perf_counter_ns()
     seed_all(seed_of(state.recipe.seed, state.step, exchange.place.at, 2), state.device)
-    metrics = state.evaluator.run(state.module, state.device, exchange.place, exchange.sum_)
+    metrics = state.evaluator.run(state.module, state.device, exchange)
     emit.span(Kind.EVALUATE, began_ns, time.perf_counter_ns())
     state.evaluated = state.step, port.generation
     port.evaluated(Evaluation(step=state.step, at=time.monotonic(), metrics=metrics))

@@ -185,7 +185,7 @@ class Trainer:
         start = len(self._rows)
         port = SoloPort(self.step + steps, self._rows, self._evaluations)
         for step in loop.own(self._state, port):
-            loop.train(self._state, step)
+            loop.train(step)
         return self._rows.columns(start)
 
     def steps(self, num: int) -> Iterator[Step]:

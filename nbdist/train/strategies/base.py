@@ -1,23 +1,31 @@
 """What every strategy is to the training loop.
 
 A strategy has two halves: the settings, a frozen dataclass that the user writes, and the exchange,
-which the settings make for one trainer in one process and which does the communication. The group
-is torch's default group, whichever that is at the moment: an exchange keeps no group. Runs in the
-engine's main thread.
+which the settings make for one trainer in one process and which does the communication. Settings
+say what of the model a rank holds; the exchange says what of a batch it takes, and does forward and
+backward with it, since only it knows who has which part of the model. The group is torch's default
+group, whichever that is at the moment: an exchange keeps no group. Runs in the engine's main
+thread.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
+    from nbdist.train.objective import Objective
+    from nbdist.train.recipe import Recipe
+
 
 class Place(NamedTuple):
-    """Which part of a batch a rank takes, of how many."""
+    """Which part of a batch a rank takes, of how many.
+
+    Ranks that take different parts hold the same part of the model.
+    """
 
     at: int
     num_places: int
@@ -32,14 +40,50 @@ class Summed(NamedTuple):
     """The vote that went along, summed over all ranks; None where none did."""
 
 
+class Turn(Protocol):
+    """One batch of a step, as an exchange is given it: `train.step.Step`."""
+
+    number: int
+    """Of the step."""
+    objective: Objective
+    module: nn.Module
+    """What this rank holds of the model."""
+    slow_factor: float
+    """What this rank computes is to take so many times as long."""
+
+    def backward(self, loss: Any, count: float | Tensor | None = None) -> None:
+        """Where the rank has the whole model: go backward from the loss of the batch."""
+
+    def weigh(self, loss: Any, count: float) -> Tensor:
+        """Count a loss in, the mean over `count` samples, or (sum, count); what to go back from."""
+
+    def went_back(self, ready_ns: int, compute_ns: int) -> None:
+        """All gradients of the batch are there.
+
+        Args:
+            ready_ns: since when.
+            compute_ns: for how long this rank itself has computed.
+        """
+
+
 class Exchange(Protocol):
     """The working half of a strategy."""
 
     place: Place
     """In the present group."""
 
-    def begin(self, rank: int, world_size: int) -> None:
+    def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt at a step begins, in a group of this size. Does no communication."""
+
+    def settle(self, step: int) -> None:
+        """Before it: see that what the ranks hold fits together. May communicate.
+
+        Raises:
+            RecoveryFailed: it does not, and cannot be made to.
+        """
+
+    def train(self, batch: Any, turn: Turn) -> None:
+        """Forward and backward of this rank's part of a batch."""
 
     def backward(
         self,
@@ -60,6 +104,18 @@ class Exchange(Protocol):
             meanwhile: may be called while the last sums are on their way.
         """
 
+    def sum_vote(self, vote: list[float]) -> list[float]:
+        """A vote that did not go along, summed over all ranks; of buffers over those that have them.
+
+        Gradients that several ranks share are complete afterwards.
+        """
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of the whole model's gradient. Every rank comes here."""
+
+    def predict(self, inputs: Any) -> Any:
+        """What the model returns, without gradients; None where another rank has that."""
+
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor on the CPU over all ranks, in place; blocks."""
 
@@ -73,8 +129,22 @@ class Exchange(Protocol):
 class Strategy(Protocol):
     """The settings."""
 
-    def check(self, global_batch: int) -> None:
+    is_replicated: bool
+    """Whether every rank holds the whole state, so that any can hand it over to any other."""
+
+    def check(self, recipe: Recipe) -> None:
         """Raise ValueError where the settings do not fit the trainer."""
 
-    def exchange(self, module: nn.Module, num_votes: int) -> Exchange:
-        """The working half, for this module and votes of so many numbers."""
+    def hold(self, recipe: Recipe, sample: Callable[[], Any]) -> nn.Module:
+        """What this rank holds of the model. Does no communication.
+
+        Args:
+            recipe: what the trainer was given.
+            sample: fetches a batch of one sample.
+        """
+
+    def exchange(self, module: nn.Module, recipe: Recipe, num_votes: int) -> Exchange:
+        """The working half, for what this rank holds and votes of so many numbers."""
+
+    def describe(self) -> str:
+        """What it does and what it costs, in one sentence."""

@@ -12,7 +12,7 @@ main thread; a sum's end is stamped in whichever of torch's threads it comes.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,12 @@ from nbdist.engine import emit, rebind
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_positive, check_whole
-from nbdist.train.strategies.base import Place, Summed
+from nbdist.train.randomness import seeded
+from nbdist.train.strategies.base import Place, Summed, Turn
 from nbdist.train.vote import join, split
+
+if TYPE_CHECKING:
+    from nbdist.train.recipe import Recipe
 
 DEFAULT_BUCKET_MB = 25
 """torch's own. With it, torch makes the first bucket smaller, so that sums begin early."""
@@ -33,6 +37,8 @@ DEFAULT_BUCKET_MB = 25
 @dataclass(frozen=True)
 class DataParallel:
     """Every rank holds the whole model; gradients are summed over all ranks."""
+
+    is_replicated: ClassVar[bool] = True
 
     bucket_mb: float = DEFAULT_BUCKET_MB
     """Gradients are summed in pieces of this size, in MiB."""
@@ -56,12 +62,24 @@ class DataParallel:
         if self.exact:
             raise ValueError("exact is True; exact sums are not there yet: leave it at False")
 
-    def check(self, global_batch: int) -> None:
-        """Any batch will do."""
+    def check(self, recipe: "Recipe") -> None:
+        """Any trainer will do."""
 
-    def exchange(self, module: nn.Module, num_votes: int) -> "Replicas":
+    def hold(self, recipe: "Recipe", sample: Callable[[], Any]) -> nn.Module:  # noqa: ARG002 - as for all strategies
+        """The whole model."""
+        with seeded(recipe.seed, torch.device("cpu")):
+            return recipe.make_module()
+
+    def exchange(self, module: nn.Module, recipe: "Recipe", num_votes: int) -> "Replicas":  # noqa: ARG002 - as for all strategies
         """The working half."""
         return Replicas(self, module, num_votes)
+
+    def describe(self) -> str:
+        """What it does and what it costs."""
+        return (
+            "Every rank holds the whole model and takes a part of each batch; each step sums the "
+            "gradients over the n ranks, in which each sends 2(n−1)/n times their bytes."
+        )
 
 
 class Replicas:
@@ -73,11 +91,23 @@ class Replicas:
         self._ddp: DistributedDataParallel | None = None
         self._buckets = _Buckets()
 
-    def begin(self, rank: int, world_size: int) -> None:
+    def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - any will do
         """An attempt begins. The wrapper is made with the first that has company."""
         self.place = Place(rank, world_size)
         if world_size > 1 and self._ddp is None:
             self._ddp = self._wrap()
+
+    @torch.no_grad()
+    def settle(self, step: int) -> None:
+        """Before the first step, all ranks take the weights of rank 0."""
+        if step > 0 or self.place.num_places == 1:
+            return
+        for tensor in [*self._module.parameters(), *self._module.buffers()]:
+            take_from_first(tensor)
+
+    def train(self, batch: Any, turn: Turn) -> None:
+        """Forward and backward; gradients are summed with the step's last batch."""
+        turn.backward(turn.objective(turn.module, batch))
 
     def backward(
         self,
@@ -110,10 +140,24 @@ class Replicas:
             raise RuntimeError(self._unused())
         return Summed(ready_ns, join(votes.tolist()) if has_vote else None)
 
+    def sum_vote(self, vote: list[float]) -> list[float]:
+        """Sum a vote over all ranks."""
+        tensor = torch.tensor(vote, dtype=torch.float64)
+        self.sum_(tensor)
+        return tensor.tolist()
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Every rank has the whole gradient."""
+        return nn.utils.get_total_norm(gradients)
+
+    def predict(self, inputs: Any) -> Any:
+        """What the model returns."""
+        return self._module(inputs)
+
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
         if self.place.num_places > 1:
-            _on_backend(tensor)
+            sum_on_backend(tensor)
 
     def owned(self) -> list[object]:
         """The wrapper."""
@@ -225,8 +269,16 @@ def _sum_bucket(
     return summed
 
 
-def _on_backend(tensor: Tensor) -> None:
-    """NCCL sums on its own devices alone."""
+def take_from_first(tensor: Tensor) -> None:
+    """All ranks have the value of rank 0."""
+    dense = tensor.detach().contiguous()
+    WORKS.follow(dist.broadcast(dense, 0, async_op=True)).wait()
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)
+
+
+def sum_on_backend(tensor: Tensor) -> None:
+    """Sum over all ranks. NCCL sums on its own devices alone."""
     if "gloo" in str(dist.get_backend_config()):
         WORKS.follow(dist.all_reduce(tensor, async_op=True)).wait()
         return
