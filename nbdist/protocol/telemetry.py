@@ -58,8 +58,8 @@ class Kind(IntEnum):
     """Instant: a stage's output or gradient is on its way; `ident`: the micro-batch, `value`: its
     bytes."""
     RECEIVE = 24
-    """Instant: a stage is ready for it; `ident` and `value` likewise. It has come at the latest when
-    the stage computes next."""
+    """Instant: a stage is ready for it; `ident` and `value` likewise. It has come at the latest
+    when the stage computes next."""
 
     SAMPLES = 40
     """Scalar: samples that this rank trained on in the step."""

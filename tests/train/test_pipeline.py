@@ -7,6 +7,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from nbdist.train import Pipeline, Trainer
+from nbdist.train.randomness import seeded
+from nbdist.train.sampling import Sampling
 
 FEATURES, CLASSES, WIDTH = 12, 5, 24
 CASES = {
@@ -70,20 +72,18 @@ def fitted(together, num, strategy, steps=3, **changes):
 
 def by_hand(num_microbatches, steps=3, lr=0.5):
     """A plain loop over micro-batches, by torch alone."""
-    from nbdist.train.randomness import seeded
-
     with seeded(0, torch.device("cpu")):
         model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    from nbdist.train.sampling import Sampling
-
     sampling, data, losses = Sampling(96, 48, seed=0), dataset(), []
     for step in range(steps):
         optimizer.zero_grad()
         order = torch.from_numpy(sampling.batch(step))
         inputs, target = (tensor[order] for tensor in data.tensors)
         total = 0.0
-        for x, y in zip(inputs.chunk(num_microbatches), target.chunk(num_microbatches), strict=True):
+        for x, y in zip(
+            inputs.chunk(num_microbatches), target.chunk(num_microbatches), strict=True
+        ):
             loss = functional.cross_entropy(model(x), y)
             total += loss.item() * len(x)
             (loss * (len(x) / 48)).backward()

@@ -10,7 +10,7 @@ thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,11 +45,18 @@ class Turn(Protocol):
 
     number: int
     """Of the step."""
-    objective: Objective
-    module: nn.Module
-    """What this rank holds of the model."""
-    slow_factor: float
-    """What this rank computes is to take so many times as long."""
+
+    @property
+    def objective(self) -> Objective:
+        """The trainer's loss."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What this rank holds of the model."""
+
+    @property
+    def slow_factor(self) -> float:
+        """What this rank computes is to take so many times as long."""
 
     def backward(self, loss: Any, count: float | Tensor | None = None) -> None:
         """Where the rank has the whole model: go backward from the loss of the batch."""
@@ -105,7 +112,9 @@ class Exchange(Protocol):
         """
 
     def sum_vote(self, vote: list[float]) -> list[float]:
-        """A vote that did not go along, summed over all ranks; of buffers over those that have them.
+        """A vote that did not go along, summed over all ranks.
+
+        What it says of buffers is summed over those ranks that have them.
 
         Gradients that several ranks share are complete afterwards.
         """
@@ -129,7 +138,7 @@ class Exchange(Protocol):
 class Strategy(Protocol):
     """The settings."""
 
-    is_replicated: bool
+    is_replicated: ClassVar[bool]
     """Whether every rank holds the whole state, so that any can hand it over to any other."""
 
     def check(self, recipe: Recipe) -> None:

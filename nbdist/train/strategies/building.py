@@ -52,10 +52,8 @@ def build(make: Callable[[], nn.Module], made: Outline, wanted: Iterable[Tensor]
         ValueError: a wanted tensor is computed from one that is not.
     """
     keep = {made.place(tensor) for tensor in wanted}
-    sparing = _Sparing(made.lasting - keep, keep)
-    with sparing:
-        module = make()
-    return module
+    with _Sparing(made.lasting - keep, keep):
+        return make()
 
 
 class _Watched(TorchDispatchMode):

@@ -120,17 +120,15 @@ def hold(
     return held
 
 
-def _held(
-    whole: nn.Module, stages: list[Stage], layout: Layout, counts: Sequence[int]
-) -> Held:
+def _held(whole: nn.Module, stages: list[Stage], layout: Layout, counts: Sequence[int]) -> Held:
     names = {id(t): n for n, t in [*whole.named_parameters(), *whole.named_buffers()]}
     users: dict[str, set[int]] = {}
     for stage, owner in zip(stages, layout.owners, strict=True):
         for tensor in stage.parameters():
             if id(tensor) not in names:
                 raise ValueError(
-                    f"split: a block has a parameter of shape {tuple(tensor.shape)} that is not the "
-                    "model's; blocks must be parts of the model"
+                    f"split: a block has a parameter of shape {tuple(tensor.shape)} that is not "
+                    "the model's; blocks must be parts of the model"
                 )
             users.setdefault(names[id(tensor)], set()).add(owner)
     _check_trainable(stages, layout)

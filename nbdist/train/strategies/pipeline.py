@@ -1,9 +1,9 @@
 """Pipelines: the model is cut into stages, one or more on each rank; batches go through in pieces.
 
-The first stage takes a micro-batch's inputs, each stage sends what it makes of them to the next, the
-last computes the loss; gradients come back the same way. While one micro-batch is on a stage, others
-are on the other stages: the schedule says which. Every rank fetches every batch, so that all know
-its shape before any of them enters the schedule; where a batch does not come apart into equal
+The first stage takes a micro-batch's inputs, each stage sends what it makes of them to the next,
+the last computes the loss; gradients come back the same way. While one micro-batch is on a stage,
+others are on the other stages: the schedule says which. Every rank fetches every batch, so that all
+know its shape before any of them enters the schedule; where a batch does not come apart into equal
 pieces, they are filled up with samples that the loss never sees.
 
 Runs in the engine's main thread.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nbdist.train.checks import check_whole
 from nbdist.train.randomness import seeded
@@ -26,8 +27,6 @@ from nbdist.train.strategies.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
     from nbdist.train.recipe import Recipe
 
@@ -90,9 +89,7 @@ class Pipeline:
             owners = schedules.owners(self.schedule, self.stages, num_ranks)
             schedules.check_counts(self.schedule, self.stages, num_ranks, num_microbatches)
         else:
-            owners = actions.check(
-                actions.parse(self.schedule), self.stages, num_microbatches
-            )
+            owners = actions.check(actions.parse(self.schedule), self.stages, num_microbatches)
             if len(self.schedule) != num_ranks:
                 raise ValueError(
                     f"schedule is for {len(self.schedule)} ranks, and the group has {num_ranks}"
@@ -108,7 +105,7 @@ class Pipeline:
             with seeded(recipe.seed, torch.device("cpu")):
                 return recipe.make_module()
 
-        given = recipe.model if _is_made(recipe.model) else None
+        given = recipe.model if isinstance(recipe.model, nn.Module) else None
         return hold(
             make,
             given=given,
@@ -145,7 +142,3 @@ class Pipeline:
             f"for {idle} of a step, and sends for each micro-batch what a stage returns, and a "
             "gradient as large."
         )
-
-
-def _is_made(model: Any) -> bool:
-    return hasattr(model, "named_parameters")

@@ -6,7 +6,7 @@ micro-batches. Runs in the engine's main thread. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -41,17 +41,16 @@ class Named:
 
     def idle_share(self, num_ranks: int, per_rank: int, num_microbatches: int) -> float:
         """The formula's value."""
-        names = {"p": num_ranks, "v": per_rank, "m": num_microbatches}
-        return _SHARES[self.idle](**names)
+        return _SHARES[self.idle](num_ranks, per_rank, num_microbatches)
 
 
 _LOOP = "(p−1)/(v·m+p−1)"
 _HALVES = "(p−1)/(3·v·m+p−1)"
 _NONE = "0"
-_SHARES = {
+_SHARES: dict[str, Callable[[int, int, int], float]] = {
     _LOOP: lambda p, v, m: (p - 1) / (v * m + p - 1),
     _HALVES: lambda p, v, m: (p - 1) / (3 * v * m + p - 1),
-    _NONE: lambda p, v, m: 0.0,  # noqa: ARG005 - called by the same names as the others
+    _NONE: lambda _p, _v, _m: 0.0,
 }
 
 SCHEDULES = {

@@ -63,14 +63,14 @@ def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
     """The row of blocks that a model is."""
     if callable(split):
         blocks = list(split(model))
-        strange = [block for block in blocks if not isinstance(block, nn.Module)]
-        if strange or not blocks:
+        if not blocks or not _are_all(blocks, nn.Module):
             raise TypeError(f"split(model) returned {shown(blocks)}; it must be a list of Modules")
         return blocks
     if not isinstance(split, str) and _are_all(split, str):
         return [model.get_submodule(str(name)) for name in split]
-    if hasattr(model, "pipeline_blocks"):
-        return list(model.pipeline_blocks())
+    own = getattr(type(model), "pipeline_blocks", None)
+    if own is not None:
+        return list(own(model))
     if isinstance(model, nn.Sequential):
         return list(model)
     raise TypeError(
@@ -111,9 +111,7 @@ def counts_of(
 def cut(blocks: Sequence[nn.Module], counts: Sequence[int]) -> list[Stage]:
     """The stages."""
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [
-        Stage(blocks[start : start + num]) for start, num in zip(starts, counts, strict=True)
-    ]
+    return [Stage(blocks[start : start + num]) for start, num in zip(starts, counts, strict=True)]
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[int]:

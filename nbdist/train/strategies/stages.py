@@ -5,8 +5,7 @@ Runs in the engine's main thread.
 
 from __future__ import annotations
 
-
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -260,17 +259,12 @@ class Stages:
                 loss(value, torch.tensor(number)).backward()
         return torch_pipeline.merge(outputs) if loss is None else None
 
-    def backward(
-        self,
-        loss: Tensor,
-        weight: float,
-        *,
-        is_last: bool,
-        vote: Sequence[float] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Summed:
-        """No rank has a loss to go back from."""
-        _refuse()
+    def backward(self, *_args: Any, **_kwargs: Any) -> Summed:
+        """No rank has a loss of the whole model to go back from."""
+        raise WrongState(
+            "step.backward(loss) needs the whole model on each rank, and it is cut into the stages "
+            "of a pipeline: call step.train(batch) instead, which takes the trainer's loss="
+        )
 
     def owned(self) -> list[object]:
         """Nothing that the user could see."""
@@ -280,13 +274,6 @@ class Stages:
         """What a step that failed has left in the schedules is let go."""
         self._made.clear()
         self._turn = None
-
-
-def _refuse() -> NoReturn:
-    raise WrongState(
-        "step.backward(loss) needs the whole model on each rank, and it is cut into the stages of "
-        "a pipeline: call step.train(batch) instead, which takes the trainer's loss="
-    )
 
 
 def _num_samples(inputs: Any) -> int:

@@ -93,7 +93,12 @@ class Stage(PipelineStage):
     """A stage that tells what it does, and whose random numbers do not depend on the schedule."""
 
     def __init__(
-        self, module: nn.Module, number: int, num_stages: int, device: torch.device, passage: Passage
+        self,
+        module: nn.Module,
+        number: int,
+        num_stages: int,
+        device: torch.device,
+        passage: Passage,
     ) -> None:
         super().__init__(module, number, num_stages, device)
         self._passage = passage
@@ -144,7 +149,7 @@ class Stage(PipelineStage):
         self._passage.tell(kind, microbatch, ops)
         return ops
 
-    # Without a backward pass torch's schedules still hand gradients over on the rank where a V turns.
+    # Without a backward pass torch still hands gradients over on the rank where a V turns.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Gradients for the stage before, on the same rank."""
@@ -227,7 +232,10 @@ def planned(schedule: Any) -> dict[int, list[str]]:
     kinds = ("F", "B", "I", "W")
     flat = {
         rank: [
-            part for action in listed if action is not None for part in action.sub_actions or (action,)
+            part
+            for action in listed
+            if action is not None
+            for part in action.sub_actions or (action,)
         ]
         for rank, listed in (schedule.pipeline_order or {}).items()
     }
