@@ -275,10 +275,10 @@ class Step:
         changed = result[FIRST_BUFFER:]
         loss = result[LOSS] / result[COUNT] if result[COUNT] > 0 else math.nan
         is_applied = math.isfinite(loss)
-        if is_applied and any(changed) and exchange.place.num_places > 1:
+        if is_applied and any(changed):
             weight = len(self.indices) / self._num_global
             rank = exchange.place.at
-            state.buffers.settle(changed, exchange.sum_, weight=weight, rank=rank)
+            state.buffers.settle(changed, exchange.sum_places_, weight=weight, rank=rank)
         rate = present_rate(state.optimizer)
         if is_applied:
             is_applied = self._apply(result[COUNT])

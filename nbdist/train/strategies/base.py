@@ -128,6 +128,9 @@ class Exchange(Protocol):
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor on the CPU over all ranks, in place; blocks."""
 
+    def sum_places_(self, tensor: Tensor) -> None:
+        """The same over the ranks that hold what this one holds."""
+
     def owned(self) -> list[object]:
         """What it holds on to, that the user could see."""
 

@@ -159,6 +159,10 @@ class Replicas:
         if self.place.num_places > 1:
             sum_on_backend(tensor)
 
+    def sum_places_(self, tensor: Tensor) -> None:
+        """All ranks hold the same."""
+        self.sum_(tensor)
+
     def owned(self) -> list[object]:
         """The wrapper."""
         return [] if self._ddp is None else [self._ddp]

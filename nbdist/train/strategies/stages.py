@@ -142,6 +142,9 @@ class Stages:
         if self._held.layout.num_ranks > 1:
             sum_on_backend(tensor)
 
+    def sum_places_(self, tensor: Tensor) -> None:
+        """No other rank holds what this one holds."""
+
     def sum_vote(self, vote: list[float]) -> list[float]:
         """Sum a vote; buffers are each rank's own. First, gradients of shared parameters."""
         for parameter, group in self._shared():

@@ -102,6 +102,8 @@ class Stage(PipelineStage):
     ) -> None:
         super().__init__(module, number, num_stages, device)
         self._passage = passage
+        self._kept: list[torch.Tensor] = []
+        """Buffers, while torch tries the stage out."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch goes forward."""
@@ -177,14 +179,18 @@ class Stage(PipelineStage):
         return tensor
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        try:
-            with self._passage.autocast():
-                return super()._compute_outputs(*args, module=module, **kwargs)
-        finally:
-            with torch.no_grad():
-                for buffer, before in kept:
-                    buffer.copy_(before)
+        with self._passage.autocast():
+            return super()._compute_outputs(*args, module=module, **kwargs)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        self._kept = [buffer.clone() for buffer in self.submod.buffers()]
+        return super()._prepare_forward_infra(*args, **kwargs)
+
+    @torch.no_grad()
+    def _post_metadata_inference_cleanup(self) -> None:
+        super()._post_metadata_inference_cleanup()
+        for buffer, kept in zip(self.submod.buffers(), self._kept, strict=True):
+            buffer.copy_(kept)
 
 
 def seed(passage: Passage, stage: int, microbatch: int, device: torch.device) -> None:
