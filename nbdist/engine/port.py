@@ -46,6 +46,10 @@ class Drivable(Protocol):
     def step(self) -> int:
         """Committed steps."""
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the same, so that any can hand it over to any other."""
+
     async def drive(self, port: Port) -> None:
         """Train as the port says, giving way to the event loop between steps, until it is over."""
 

@@ -128,14 +128,14 @@ def _is_due(state: State, port: RunPort) -> bool:
 
 def _is_ready(state: State, port: RunPort) -> bool:
     """Do what comes before a step; False where the group broke in it."""
-    state.exchange.begin(port.rank, port.world_size, port.generation)
     emit.begin_step(state.step, port.generation, attempt=state.attempt)
     try:
+        state.exchange.begin(port.rank, port.world_size, port.generation)
         if state.step == 0 or state.settled_in != port.generation:
             port.begin_step(state.step, patient=True)
-            state.exchange.settle(state.step)
-            state.settled_in = port.generation
+        if state.exchange.settle(snapshot.Whole(state)):
             state.buffers.keep_all()
+        state.settled_in = port.generation
         if _is_due(state, port):
             port.begin_step(state.step, patient=True)
             _evaluate(state, port)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,7 +113,37 @@ def unpack(state: State, data: bytes) -> None:
         flat = torch.frombuffer(memory, dtype=place.dtype, count=num, offset=place.start)
         return flat.view(place.shape)
 
-    loaded = _map(values.unpack(data[_HEAD.size : _HEAD.size + length]), _Place, view)
+    load(state, _map(values.unpack(data[_HEAD.size : _HEAD.size + length]), _Place, view))
+
+
+class Whole:
+    """A state as an exchange keeps copies of it, here and in the memory of another rank."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self._state.step
+
+    def copy(self) -> bytes:
+        """The whole state, as torch writes it to files."""
+        file = io.BytesIO()
+        torch.save(whole(self._state), file)
+        return file.getvalue()
+
+    def take_back(self, data: bytes) -> None:
+        """Load such a copy, which may have come over the group: nothing in it is run."""
+        load(self._state, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def load(state: State, loaded: dict[str, Any]) -> None:
+    """Have the parts of a state, as `whole` gives them.
+
+    Raises:
+        ValueError: it is the state of another model, or has other parts.
+    """
     here = whole(state)
     _check_parts(here, loaded)
     with torch.no_grad():

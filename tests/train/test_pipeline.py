@@ -383,13 +383,63 @@ def test_a_rank_that_stands_elsewhere_is_named(together):
     """Where a stage has lost its weights nobody trains on, and all ranks say so."""
 
     def body(rank):
-        trainer = make(Pipeline(2, "1f1b", 4))
+        trainer = make(Pipeline(2, "1f1b", 4, copy_every=0))
         trainer.fit(2)
         if rank == 1:
-            trainer = make(Pipeline(2, "1f1b", 4))
-        trainer._state.settled_in = None
+            trainer = make(Pipeline(2, "1f1b", 4, copy_every=0))
+        trainer._state.exchange._is_new = True
         with pytest.raises(RecoveryFailed, match=r"stages \[1\] were lost .* of step 2: rank 1"):
             trainer.fit(1)
         return True
 
     assert together(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_lost_stage_comes_back_from_the_neighbour(together, lost):
+    """All go back to the last copy, and the curve is that of an undisturbed run, bit for bit."""
+
+    def trainer():
+        return make(
+            Pipeline(3, "1f1b", 6, copy_every=2),
+            optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+            model=Noisy,
+        )
+
+    def undisturbed(_):
+        one = trainer()
+        return one.fit(9)["loss"].tolist(), one.digest()
+
+    def disturbed(rank):
+        one = trainer()
+        one.fit(5)
+        if rank == lost:
+            one = trainer()
+        one._state.exchange._is_new = True
+        one.fit(9 - one.step)
+        return one.history["loss"].tolist(), one.digest(), one.step
+
+    expected = together(3, undisturbed)
+    for (losses, digest), (its, its_digest, step) in zip(
+        expected, together(3, disturbed), strict=True
+    ):
+        assert step == 9
+        assert its[-5:] == losses[-5:]
+        assert its_digest == digest
+
+
+def test_neighbours_that_are_lost_together_are_named(together):
+    """A state that was in both of their memories is nowhere else."""
+
+    def body(rank):
+        one = make(Pipeline(3, "1f1b", 6, copy_every=2))
+        one.fit(5)
+        if rank:
+            one = make(Pipeline(3, "1f1b", 6, copy_every=2))
+        one._state.exchange._is_new = True
+        with pytest.raises(RecoveryFailed, match=r"stages \[1, 2\] .* neighbours were lost"):
+            one.fit(1)
+        return True
+
+    assert together(3, body) == [True] * 3

@@ -190,11 +190,11 @@ def test_the_fault_of_a_run_is_raised_in_an_own_loop():
     trainer, port = make(), FakePort(2)
     port.fault = WrongState("failed on rank 1")
     with pytest.raises(WrongState, match="rank 1"):
-        go_through(trainer, own(trainer._state, port))
+        go_through(own(trainer._state, port))
     assert trainer.step == 2
 
 
-def go_through(trainer, steps):
+def go_through(steps):
     for step in steps:
         train(step)
 

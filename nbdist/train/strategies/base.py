@@ -40,6 +40,20 @@ class Summed(NamedTuple):
     """The vote that went along, summed over all ranks; None where none did."""
 
 
+class Keeper(Protocol):
+    """What one rank holds, as a whole: `train.snapshot.Whole`."""
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+
+    def copy(self) -> bytes:
+        """The state, as `take_back` takes it; from another rank too."""
+
+    def take_back(self, data: bytes) -> None:
+        """Have the state that a copy was made of."""
+
+
 class Turn(Protocol):
     """One batch of a step, as an exchange is given it: `train.step.Step`."""
 
@@ -82,8 +96,14 @@ class Exchange(Protocol):
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt at a step begins, in a group of this size. Does no communication."""
 
-    def settle(self, step: int) -> None:
+    def settle(self, keeper: Keeper) -> bool:
         """Before it: see that what the ranks hold fits together. May communicate.
+
+        Args:
+            keeper: what this rank holds; an exchange may keep copies of it, and put one back.
+
+        Returns:
+            Whether something in it has changed.
 
         Raises:
             RecoveryFailed: it does not, and cannot be made to.

@@ -24,7 +24,7 @@ from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_positive, check_whole
 from nbdist.train.randomness import seeded
-from nbdist.train.strategies.base import Place, Summed, Turn
+from nbdist.train.strategies.base import Keeper, Place, Summed, Turn
 from nbdist.train.vote import join, split
 
 if TYPE_CHECKING:
@@ -98,12 +98,13 @@ class Replicas:
             self._ddp = self._wrap()
 
     @torch.no_grad()
-    def settle(self, step: int) -> None:
+    def settle(self, keeper: Keeper) -> bool:
         """Before the first step, all ranks take the weights of rank 0."""
-        if step > 0 or self.place.num_places == 1:
-            return
+        if keeper.step > 0 or self.place.num_places == 1:
+            return False
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
             take_from_first(tensor)
+        return True
 
     def train(self, batch: Any, turn: Turn) -> None:
         """Forward and backward; gradients are summed with the step's last batch."""

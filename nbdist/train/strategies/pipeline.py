@@ -47,10 +47,14 @@ class Pipeline:
     split: Split = "auto"
     """How the model is cut: "auto", by what its blocks cost; a list, how many blocks each stage
     has; a list of the names of its blocks; or a function from the model to its blocks."""
+    copy_every: int = 10
+    """After so many steps each rank's state is copied to the next rank's memory, to which all go
+    back when a rank is lost; 0: never, and the run ends then."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_whole("stages", self.stages, 1)
+        check_whole("copy_every", self.copy_every, 0)
         if self.microbatches is not None:
             check_whole("microbatches", self.microbatches, 1)
         if isinstance(self.schedule, str):
@@ -123,6 +127,7 @@ class Pipeline:
             self._num_microbatches(recipe),
             seed=recipe.seed,
             precision=recipe.precision,
+            copy_every=self.copy_every,
         )
 
     def describe(self) -> str:

@@ -19,13 +19,14 @@ from nbdist.train.objective import Objective, pair_of, weigh
 from nbdist.train.sampling import share
 from nbdist.train.strategies import torch_pipeline
 from nbdist.train.strategies.base import Place
+from nbdist.train.strategies.copies import Copies, common_step
 from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
 from nbdist.train.vote import FIRST_BUFFER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.train.strategies.base import Summed, Turn
+    from nbdist.train.strategies.base import Keeper, Summed, Turn
     from nbdist.train.strategies.held import Held
     from nbdist.train.strategies.schedules import Order
 
@@ -89,6 +90,7 @@ class Stages:
         *,
         seed: int,
         precision: str,
+        copy_every: int,
     ) -> None:
         self.place = Place(0, 1)
         """Every rank sees the whole batch."""
@@ -99,6 +101,10 @@ class Stages:
         self._passage = torch_pipeline.Passage(lambda: numeric.autocast(self._device))
         self._made: dict[tuple[Any, ...], Any] = {}
         self._generation: int | None = None
+        self._is_new = True
+        """The ranks have not settled in the present group yet."""
+        self._copy_every = copy_every
+        self._copies = Copies(held.layout.rank, held.layout.num_ranks)
         self._groups: dict[str, Any] = {}
         """Name of a shared parameter -> the group of those that have it."""
         self._turn: tuple[Turn, Pieces, Any] | None = None
@@ -118,24 +124,41 @@ class Stages:
         if generation != self._generation:
             self._made.clear()
             self._groups.clear()
-            self._generation = generation
+            self._generation, self._is_new = generation, True
 
     @torch.no_grad()
-    def settle(self, step: int) -> None:
-        """See that all ranks hold the same step; before the first, take a module's weights."""
-        layout = self._held.layout
-        if layout.num_ranks == 1:
-            return
-        steps = torch.zeros(layout.num_ranks, dtype=torch.int64)
-        steps[layout.rank] = step
-        sum_on_backend(steps)
-        if len(set(steps.tolist())) > 1:
-            raise RecoveryFailed(_lost(steps.tolist(), layout.owners))
-        for tensor in self._held.source if step == 0 else []:
+    def settle(self, keeper: Keeper) -> bool:
+        """See that all ranks hold the same step; before the first, take a module's weights.
+
+        In a new group all may have to go back to their copies. In any group these are renewed every
+        so many steps.
+        """
+        if self._held.layout.num_ranks == 1:
+            return False
+        is_new = self._is_new
+        has_changed = self._settle_in(keeper) if is_new else False
+        self._is_new = False
+        for tensor in self._held.source if keeper.step == 0 else []:
             take_from_first(tensor)
+            has_changed = True
+        is_due = bool(self._copy_every) and keeper.step % self._copy_every == 0
+        if self._copy_every and (is_new or (is_due and not self._copies.has(keeper.step))):
+            self._copies.renew(keeper)
+        return has_changed
+
+    def _settle_in(self, keeper: Keeper) -> bool:
+        """In a new group; whether all had to go back."""
+        layout, stands = self._held.layout, self._copies.gather(keeper.step)
+        is_even = len({stand.step for stand in stands}) == 1
+        if not is_even:
+            step = common_step(stands)
+            if step is None:
+                steps = [stand.step for stand in stands]
+                raise RecoveryFailed(_lost(steps, layout.owners, self._copy_every))
+            self._copies.go_back(stands, step, keeper)
         for name, ranks in self._held.shared.items():
-            if name not in self._groups:
-                self._groups[name] = dist.new_group(list(ranks))
+            self._groups[name] = dist.new_group(list(ranks))
+        return not is_even
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
@@ -294,13 +317,18 @@ def _first_tensor(value: Any) -> Tensor:
     return value
 
 
-def _lost(steps: list[int], owners: Sequence[int]) -> str:
+def _lost(steps: list[int], owners: Sequence[int], copy_every: int) -> str:
     newest = max(steps)
     behind = [rank for rank, step in enumerate(steps) if step != newest]
     stages = [stage for stage, owner in enumerate(owners) if owner in behind]
+    why = (
+        "no rank has copies of one step of all stages: neighbours were lost together"
+        if copy_every
+        else "nobody keeps copies, since copy_every is 0"
+    )
     return (
         f"stages {stages} were lost with the weights of step {newest}: rank"
         f"{'s' if len(behind) > 1 else ''} {', '.join(map(str, behind))} of the present group "
-        f"stands at step {min(steps)}, and no other rank holds a copy. Make the trainer anew and "
-        "train from the beginning"
+        f"stands at step {min(steps)}, and {why}. Make the trainer anew and train from the "
+        "beginning"
     )
