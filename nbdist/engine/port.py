@@ -34,6 +34,8 @@ NUM_RECENT = 256
 """So many of the last rows are reported again to a supervisor that takes over."""
 OURS = str(Path(__file__).parents[1]) + os.sep
 """Where nbdist's own code lies."""
+PATIENCE_S = 120.0
+"""A newcomer's replay may take long; where nobody comes, a run is not to stand for ever."""
 MAX_BREAKS = 3
 """So often in a row may a step break among the very same engines; then the error is the user's."""
 
@@ -111,6 +113,8 @@ class Port:
         """To be said in the next vote."""
         self.settings: list[dict[str, float]] = []
         """Changes to be made before going on."""
+        self.patience_s = PATIENCE_S
+        """For so long a trainer that cannot train in the present group waits for another."""
         self.begun: int | None = None
         """The step that is being trained, and whether it may take long."""
         self.is_patient = False

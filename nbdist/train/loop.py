@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.engine import emit
-from nbdist.errors import WrongState
+from nbdist.errors import RecoveryFailed, WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.train import snapshot
@@ -30,9 +30,18 @@ GIVE_WAY_S = 0.01
 percent of its time."""
 
 
-def walk(state: State, port: RunPort) -> Iterator[Step | None]:
+LOOK_AGAIN_S = 0.02
+"""Between two looks whether a group has come in which the trainer can train."""
+
+
+class Aside(NamedTuple):
+    """The present group is too small: look again soon whether there is another."""
+
+
+def walk(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
     """Steps, one after the other; None: stand, and wait for an order."""
     number = state.begin_walk()
+    aside_since: float | None = None
     try:
         while not port.is_over:
             if port.go_until is None:
@@ -41,6 +50,13 @@ def walk(state: State, port: RunPort) -> Iterator[Step | None]:
                 continue
             state.keep()
             _apply_settings(state, port)
+            if not state.exchange.fits(port.rank, port.world_size):
+                aside_since = aside_since or time.monotonic()
+                state.put_back()
+                if _may_wait(state, port, time.monotonic() - aside_since):
+                    yield Aside()
+                continue
+            aside_since = None
             if not _is_ready(state, port):
                 continue
             if state.step >= port.go_until:
@@ -64,6 +80,8 @@ def own(state: State, port: RunPort) -> Iterator[Step]:
     for step in _polled(state, port):
         if step is None:
             port.wait()
+        elif isinstance(step, Aside):
+            time.sleep(LOOK_AGAIN_S)
         else:
             yield step
     if port.fault is not None:
@@ -86,13 +104,31 @@ async def drive(state: State, port: RunPort) -> None:
         if step is None:
             await port.wait_async()
             continue
+        if isinstance(step, Aside):
+            await asyncio.sleep(LOOK_AGAIN_S)
+            continue
         train(step)
         if time.monotonic() >= gave_way_at + GIVE_WAY_S:
             await asyncio.sleep(0)
             gave_way_at = time.monotonic()
 
 
-def _polled(state: State, port: RunPort) -> Iterator[Step | None]:
+def _may_wait(state: State, port: RunPort, waited_s: float) -> bool:
+    """Whether to wait on for a group that fits; False: somebody wants all to stand meanwhile.
+
+    A seat that is being filled again leaves the others in a group of their own until then.
+    """
+    if waited_s > port.patience_s:
+        raise RecoveryFailed(
+            f"{state.exchange.misfit(port.rank, port.world_size)}; no other group came within "
+            f"{port.patience_s:g} s. Make the trainer anew"
+        )
+    if port.wants_hold:
+        port.hold(state.step)
+    return not port.wants_hold and port.go_until is not None
+
+
+def _polled(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
     """Steps, with a look at new orders before each; says where the loop is left early."""
     try:
         for step in walk(state, port):

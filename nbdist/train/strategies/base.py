@@ -93,6 +93,12 @@ class Exchange(Protocol):
     place: Place
     """In the present group."""
 
+    def fits(self, rank: int, world_size: int) -> bool:
+        """Whether this rank can train in a group of this size; else it waits for another."""
+
+    def misfit(self, rank: int, world_size: int) -> str:
+        """Why it cannot."""
+
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt at a step begins, in a group of this size. Does no communication."""
 

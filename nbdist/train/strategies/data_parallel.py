@@ -91,6 +91,14 @@ class Replicas:
         self._ddp: DistributedDataParallel | None = None
         self._buckets = _Buckets()
 
+    def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
+        """Replicas train in any group."""
+        return True
+
+    def misfit(self, rank: int, world_size: int) -> str:  # noqa: ARG002 - any will do
+        """There is no reason."""
+        return ""
+
     def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - any will do
         """An attempt begins. The wrapper is made with the first that has company."""
         self.place = Place(rank, world_size)

@@ -112,15 +112,21 @@ class Stages:
 
     # ---- the group
 
-    def begin(self, rank: int, world_size: int, generation: int) -> None:
-        """An attempt begins; what was made for an earlier group is of no use."""
+    def fits(self, rank: int, world_size: int) -> bool:
+        """The stages lie on so many ranks, and on this one so."""
+        return (rank, world_size) == (self._held.layout.rank, self._held.layout.num_ranks)
+
+    def misfit(self, rank: int, world_size: int) -> str:
+        """They lie on other ranks."""
         layout = self._held.layout
-        if (rank, world_size) != (layout.rank, layout.num_ranks):
-            raise RecoveryFailed(
-                f"the pipeline was cut for {layout.num_ranks} ranks, and this one has the stages "
-                f"{layout.own} of rank {layout.rank}; the group has {world_size} ranks now, and "
-                f"this is rank {rank}. Make the trainer anew"
-            )
+        return (
+            f"the pipeline was cut for {layout.num_ranks} ranks, and this one has the stages "
+            f"{layout.own} of rank {layout.rank}; the group has {world_size} ranks now, and "
+            f"this is rank {rank}"
+        )
+
+    def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - it fits
+        """An attempt begins; what was made for an earlier group is of no use."""
         if generation != self._generation:
             self._made.clear()
             self._groups.clear()
