@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from nbdist.engine.group import is_communication_error
-from nbdist.errors import RunEnded
+from nbdist.errors import RecoveryFailed, RunEnded
 from nbdist.protocol import events as ev
 from nbdist.protocol import runs as rn
 from nbdist.protocol.ids import Generation
@@ -301,6 +301,10 @@ class Port:
 
 
 def _fault_of(error: BaseException) -> rn.RunFault:
+    if isinstance(
+        error, RecoveryFailed
+    ):  # every rank says the same, and no line of theirs is at fault
+        return rn.RunFault(kind=type(error).__name__, message=str(error))
     shown = traceback.TracebackException.from_exception(error)
     _leave_out_ours(shown)
     return rn.RunFault(

@@ -235,17 +235,19 @@ def make(
 
 def planned(schedule: Any) -> dict[int, list[str]]:
     """In which order each rank is to compute: rank -> actions, as "2F0"."""
-    kinds = ("F", "B", "I", "W")
-    flat = {
+    return {
         rank: [
-            part
+            str(part)
             for action in listed
             if action is not None
             for part in action.sub_actions or (action,)
+            if _is_computed(part, schedule._n_microbatches)  # noqa: SLF001
         ]
-        for rank, listed in (schedule.pipeline_order or {}).items()
+        for rank, listed in schedule.pipeline_order.items()
     }
-    return {
-        rank: [str(action) for action in listed if action.computation_type.value in kinds]
-        for rank, listed in flat.items()
-    }
+
+
+def _is_computed(action: Any, num_microbatches: int) -> bool:
+    """Whether a rank computes by it. torch's plan of 1F1B goes past the last micro-batch."""
+    is_there = action.microbatch_index is not None and action.microbatch_index < num_microbatches
+    return is_there and action.computation_type.value in ("F", "B", "I", "W")
