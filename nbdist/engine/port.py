@@ -301,9 +301,7 @@ class Port:
 
 
 def _fault_of(error: BaseException) -> rn.RunFault:
-    if isinstance(
-        error, RecoveryFailed
-    ):  # every rank says the same, and no line of theirs is at fault
+    if isinstance(error, RecoveryFailed):  # all ranks say the same, of no line of theirs
         return rn.RunFault(kind=type(error).__name__, message=str(error))
     shown = traceback.TracebackException.from_exception(error)
     _leave_out_ours(shown)

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from nbdist.engine.emit import RING
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.train import Pipeline, Trainer
-from nbdist.train.strategies import actions, schedules, torch_pipeline
+from nbdist.train.strategies import actions, schedules
 
 WIDTH, BATCH = 8, 16
 FORWARD_S, BACKWARD_S = 0.04, 0.08
@@ -49,27 +49,21 @@ def test_what_is_planned_is_what_is_done(together, name):
     stages = 2 * (schedules.named(name).per_rank or 2)
 
     def planned(_):
-        trainer = make(Pipeline(stages, name, 4))
-        told = {}
-        end = trainer._state.exchange.end
-        trainer._state.exchange.end = lambda: (told.update(plans(trainer)), end())
+        trainer, told = make(Pipeline(stages, name, 4)), {}
+        exchange = trainer._state.exchange
+        end = exchange.end
+        exchange.end = lambda: (told.update(exchange.planned()), end())
         trainer.fit(2)
         return told, RING.drain(4096).records
 
-    def plans(trainer):
-        return {
-            at: torch_pipeline.planned(made) for at, made in trainer._state.exchange._made.items()
-        }
-
     letters = dict(zip(COMPUTED, "FBIW", strict=True))
     for rank, (told, data) in enumerate(together(2, planned)):
-        (plan,) = told.values()
-        assert actions.check(actions.parse(plan), stages, 4)
+        assert actions.check(actions.parse(told), stages, 4)
         records = np.frombuffer(data, RECORD)
         for step in range(2):
             mine = records[(records["step"] == step) & np.isin(records["kind"], COMPUTED)]
             done = [f"{int(r['value'])}{letters[r['kind']]}{r['ident']}" for r in mine]
-            assert merged(done) == merged(plan[rank])
+            assert merged(done) == merged(told[rank])
 
 
 def merged(listed):

@@ -102,3 +102,11 @@ def test_counts_that_do_not_fit():
 def test_idle_shares_are_those_of_the_formula_sheet(name, counts, share):
     """p ranks, v stages on each, m micro-batches."""
     assert schedules.named(name).idle_share(*counts) == pytest.approx(share)
+
+
+def test_one_forward_one_backward():
+    """The first rank runs ahead by as many micro-batches as there are ranks, the last by one."""
+    orders = {rank: schedules.one_by_one(rank, 3, 4) for rank in range(3)}
+    assert checked(orders, 3, 4) == (0, 1, 2)
+    assert orders[0] == ["0F0", "0F1", "0F2", "0B0", "0F3", "0B1", "0B2", "0B3"]
+    assert orders[2] == ["2F0", "2B0", "2F1", "2B1", "2F2", "2B2", "2F3", "2B3"]

@@ -1,9 +1,9 @@
 """Copies of what ranks hold that nobody else holds, in the memory of their right neighbours.
 
-Every so many steps each rank keeps its own state, and sends it to the next rank, which keeps it too.
-Of each, the last two are kept: a loss may come while the newest is on its way. When the ranks of a
-new group do not all stand at the same step, all go back to the newest step of which every state is
-somewhere. Runs in the engine's main thread.
+Every so many steps each rank keeps its own state, and sends it to the next rank, which keeps it
+too. Of each, the last two are kept: a loss may come while the newest is on its way. When the ranks
+of a new group do not all stand at the same step, all go back to the newest step of which every
+state is somewhere. Runs in the engine's main thread.
 """
 
 from __future__ import annotations

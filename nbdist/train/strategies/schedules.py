@@ -114,6 +114,16 @@ def check_counts(schedule: str, num_stages: int, num_ranks: int, num_microbatche
         )
 
 
+def one_by_one(rank: int, num_ranks: int, num_microbatches: int) -> list[str]:
+    """What a rank does in "1f1b": some forwards ahead, then one for each backward."""
+    ahead = min(num_microbatches, num_ranks - rank)
+    forward = [f"{rank}F{i}" for i in range(num_microbatches)]
+    backward = [f"{rank}B{i}" for i in range(num_microbatches)]
+    pairs = zip(backward, forward[ahead:], strict=False)
+    order = [*forward[:ahead], *(action for pair in pairs for action in pair)]
+    return [*order, *backward[num_microbatches - ahead :]]
+
+
 def default_microbatches(num_stages: int, global_batch: int) -> int:
     """So many as leave little idle, as far as there are samples."""
     most = DEFAULT_PER_STAGE * num_stages

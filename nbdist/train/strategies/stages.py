@@ -298,6 +298,11 @@ class Stages:
             "of a pipeline: call step.train(batch) instead, which takes the trainer's loss="
         )
 
+    def planned(self) -> dict[int, list[str]]:
+        """In which order each rank computes, as "2F0"; empty before the first step in a group."""
+        made = next((m for (is_training, *_), m in self._made.items() if is_training), None)
+        return {} if made is None else torch_pipeline.planned(made)
+
     def owned(self) -> list[object]:
         """Nothing that the user could see."""
         return []

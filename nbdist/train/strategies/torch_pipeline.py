@@ -19,6 +19,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import merge_chunks
 from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
     _Action,
     _PipelineScheduleRuntime,
     get_schedule_class,
@@ -235,19 +236,17 @@ def make(
 
 def planned(schedule: Any) -> dict[int, list[str]]:
     """In which order each rank is to compute: rank -> actions, as "2F0"."""
+    if isinstance(schedule, Schedule1F1B):
+        # torch's own account of it counts the last rank's micro-batches from 1.
+        num_stages, num = schedule._num_stages, schedule._n_microbatches  # noqa: SLF001
+        return {r: schedules.one_by_one(r, num_stages, num) for r in range(num_stages)}
     return {
         rank: [
             str(part)
             for action in listed
             if action is not None
             for part in action.sub_actions or (action,)
-            if _is_computed(part, schedule._n_microbatches)  # noqa: SLF001
+            if part.computation_type.value in ("F", "B", "I", "W")
         ]
         for rank, listed in schedule.pipeline_order.items()
     }
-
-
-def _is_computed(action: Any, num_microbatches: int) -> bool:
-    """Whether a rank computes by it. torch's plan of 1F1B goes past the last micro-batch."""
-    is_there = action.microbatch_index is not None and action.microbatch_index < num_microbatches
-    return is_there and action.computation_type.value in ("F", "B", "I", "W")
