@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.microbatch import merge_chunks
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -25,7 +26,8 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from nbdist.engine import emit
+from nbdist.engine import emit, runs
+from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.strategies import schedules
@@ -39,6 +41,15 @@ if TYPE_CHECKING:
 
 # torch tells of an error in a stage with the whole schedule as a table, from every rank.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+
+def _wait(work: list[Any]) -> None:
+    """In place of torch's own: a send or receive may never end though its group was cut."""
+    if work:
+        WORKS.wait(work, runs.is_cut)
+
+
+torch_schedules._wait_batch_p2p = _wait  # noqa: SLF001 - it looks the name up at each call
 
 
 class Passage:
