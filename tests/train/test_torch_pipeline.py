@@ -1,18 +1,21 @@
 """What is used of torch's pipelining does what is expected, and a stage tells what it does."""
 
+import contextlib
 import time
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import _utils
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
 from nbdist.engine.emit import RING
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.train import Pipeline, Trainer
-from nbdist.train.strategies import actions, schedules
+from nbdist.train.strategies import actions, schedules, torch_pipeline
 
 WIDTH, BATCH = 8, 16
 FORWARD_S, BACKWARD_S = 0.04, 0.08
@@ -151,3 +154,24 @@ def test_a_slow_rank_is_slow(together):
     assert usual == pytest.approx(FORWARD_S, rel=0.5)
     assert slow >= 2.5 * FORWARD_S
     assert other == pytest.approx(one, rel=0.5)
+
+
+def plan_of(name, ranks, num_microbatches):
+    """torch's plan for so many ranks, made by one that stands for all."""
+    facts = schedules.named(name)
+    num_stages = ranks * (facts.per_rank or 2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    held = make(Pipeline(num_stages, name, num_microbatches)).model
+    passage = torch_pipeline.Passage(contextlib.nullcontext)
+    made = torch_pipeline.make(
+        held, name, num_microbatches, passage, device=torch.device("cpu"), loss=torch.add
+    )
+    return actions.idle_share(actions.parse(torch_pipeline.planned(made)), num_stages)
+
+
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+def test_formulas_are_what_torchs_plans_come_to(together, name):
+    """A walk through the plan leaves idle what the formula says."""
+    (share,) = together(1, lambda _: plan_of(name, 4, 16), has_group=False)
+    per_rank = schedules.named(name).per_rank or 2
+    assert share == pytest.approx(schedules.named(name).idle_share(4, per_rank, 16))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nbdist.train import DataParallel, Pipeline
 from nbdist.train.strategies import actions, schedules
 
 TWO = {0: ["0F0", "0F1", "0B0", "0B1"], 1: [None, "1F0", "1B0", "1F1", "1B1"]}
@@ -97,7 +98,7 @@ def test_counts_that_do_not_fit():
 
 @pytest.mark.parametrize(
     ("name", "counts", "share"),
-    [("gpipe", (4, 1, 8), 3 / 11), ("interleaved", (4, 2, 8), 3 / 19), ("zbv", (2, 2, 4), 0)],
+    [("gpipe", (4, 1, 8), 3 / 11), ("interleaved", (4, 2, 8), 3 / 19), ("zbv", (2, 2, 4), 1 / 25)],
 )
 def test_idle_shares_are_those_of_the_formula_sheet(name, counts, share):
     """p ranks, v stages on each, m micro-batches."""
@@ -110,3 +111,39 @@ def test_one_forward_one_backward():
     assert checked(orders, 3, 4) == (0, 1, 2)
     assert orders[0] == ["0F0", "0F1", "0F2", "0B0", "0F3", "0B1", "0B2", "0B3"]
     assert orders[2] == ["2F0", "2B0", "2F1", "2B1", "2F2", "2B2", "2F3", "2B3"]
+
+
+def test_the_idle_share_of_a_schedule_of_ones_own():
+    """Of the time from the first action to the last, over all ranks."""
+    orders = {rank: schedules.one_by_one(rank, 4, 8) for rank in range(4)}
+    share = actions.idle_share(actions.parse(orders), 4)
+    assert share == pytest.approx(schedules.named("1f1b").idle_share(4, 1, 8))
+
+
+def test_a_pipeline_says_what_it_costs():
+    """One sentence, with the formula and its value."""
+    assert "waits for (p−1)/(v·m+p−1) = 27% of a step" in Pipeline(4, "1f1b", 8).describe()
+    assert "(interleaved)" in Pipeline(4, "interleaved", 8).describe()
+    assert (
+        "waits for 20% of a step"
+        in Pipeline(2, {r: schedules.one_by_one(r, 2, 4) for r in range(2)}, 4).describe()
+    )
+    assert "2(n−1)/n" in DataParallel().describe()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"stages": 0}, "stages is 0"),
+        ({"stages": 2, "microbatches": 0}, "microbatches is 0"),
+        ({"stages": 2, "schedule": "best"}, "schedule is 'best'"),
+        ({"stages": 2, "schedule": TWO}, "say microbatches="),
+        ({"stages": 2, "schedule": TWO, "microbatches": 3}, "0F2 is missing"),
+        ({"stages": 2, "split": "even"}, "split is 'even'"),
+        ({"stages": 2, "copy_every": -1}, "copy_every is -1"),
+    ],
+)
+def test_settings_that_cannot_be(arguments, says):
+    """They are refused where they are written."""
+    with pytest.raises((TypeError, ValueError), match=says):
+        Pipeline(**arguments)

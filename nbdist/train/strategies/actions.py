@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
+_TAKES = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
 class Action(NamedTuple):
     """What a rank does with one micro-batch on one of its stages."""
 
@@ -163,18 +166,37 @@ def needed_from_others(action: Action, num_stages: int) -> list[Action]:
     return []
 
 
-def _check_deadlock(actions: Actions, num_stages: int) -> None:
-    """Go through all lists at once, as far as each rank gets."""
-    done: set[Action] = set()
-    next_at = dict.fromkeys(actions, 0)
+class _Walk(NamedTuple):
+    """How far each rank gets when all go through their lists at once."""
+
+    next_at: dict[int, int]
+    """Rank -> position of the first action that it does not come to."""
+    ends: dict[int, int]
+    """Rank -> when it has done the one before, in the units of `_TAKES`."""
+
+
+def _walk(actions: Actions, num_stages: int) -> _Walk:
+    done: dict[Action, int] = {}
+    walk = _Walk(dict.fromkeys(actions, 0), dict.fromkeys(actions, 0))
     is_moving = True
     while is_moving:
         is_moving = False
         for rank, listed in actions.items():
-            while next_at[rank] < len(listed) and _may_go(listed[next_at[rank]], done, num_stages):
-                done.add(listed[next_at[rank]])
-                next_at[rank] += 1
+            while walk.next_at[rank] < len(listed):
+                action = listed[walk.next_at[rank]]
+                needed = needed_from_others(action, num_stages)
+                there = [done[other] for other in needed if other in done]
+                if needed and not there:
+                    break
+                walk.ends[rank] = max(walk.ends[rank], *there, 0) + _TAKES[action.kind]
+                done[action] = walk.ends[rank]
+                walk.next_at[rank] += 1
                 is_moving = True
+    return walk
+
+
+def _check_deadlock(actions: Actions, num_stages: int) -> None:
+    next_at = _walk(actions, num_stages).next_at
     stuck = [rank for rank, listed in actions.items() if next_at[rank] < len(listed)]
     if stuck:
         waits = []
@@ -185,6 +207,10 @@ def _check_deadlock(actions: Actions, num_stages: int) -> None:
         raise ValueError(f"schedule: deadlock. {'; '.join(waits)}")
 
 
-def _may_go(action: Action, done: set[Action], num_stages: int) -> bool:
-    needed = needed_from_others(action, num_stages)
-    return not needed or any(other in done for other in needed)
+def idle_share(actions: Actions, num_stages: int) -> float:
+    """The share of a step in which ranks wait.
+
+    As if nothing were sent, and a forward took as long as each half of a backward.
+    """
+    busy = sum(_TAKES[action.kind] for listed in actions.values() for action in listed)
+    return 1 - busy / (max(_walk(actions, num_stages).ends.values()) * len(actions))

@@ -133,8 +133,10 @@ class Pipeline:
     def describe(self) -> str:
         """What it does and what it costs."""
         m = self.microbatches or f"{schedules.DEFAULT_PER_STAGE}·stages"
-        name, idle = "a schedule of your own", "what the schedule says"
-        if isinstance(self.schedule, str):
+        if not isinstance(self.schedule, str):
+            name = "a schedule of your own"
+            idle = f"{actions.idle_share(actions.parse(self.schedule), self.stages):.0%}"
+        else:
             name, facts = self.schedule, schedules.named(self.schedule)
             idle = facts.idle
             if facts.per_rank and self.microbatches:

@@ -33,7 +33,8 @@ class Named:
     """Stages on each rank; None: one or more."""
     idle: str
     """The share of a step in which a rank waits, as a formula; p ranks, v stages on each, m
-    micro-batches, a forward as long as each half of a backward."""
+    micro-batches, a forward as long as each half of a backward. (That a V leaves nothing idle is
+    said of steps that run into one another; here each ends with a vote. It needs m ≥ v·p.)"""
     needs_full: bool = False
     """At least as many micro-batches as stages."""
     in_rounds: bool = False
@@ -46,11 +47,9 @@ class Named:
 
 _LOOP = "(p−1)/(v·m+p−1)"
 _HALVES = "(p−1)/(3·v·m+p−1)"
-_NONE = "0"
 _SHARES: dict[str, Callable[[int, int, int], float]] = {
     _LOOP: lambda p, v, m: (p - 1) / (v * m + p - 1),
     _HALVES: lambda p, v, m: (p - 1) / (3 * v * m + p - 1),
-    _NONE: lambda _p, _v, _m: 0.0,
 }
 
 SCHEDULES = {
@@ -59,8 +58,8 @@ SCHEDULES = {
     "interleaved": Named("Interleaved1F1B", "loop", None, _LOOP, in_rounds=True),
     "looped-bfs": Named("LoopedBFS", "loop", None, _LOOP),
     "zero-bubble": Named("InterleavedZeroBubble", "loop", None, _HALVES, in_rounds=True),
-    "zbv": Named("ZBVZeroBubble", "v", 2, _NONE),
-    "dualpipev": Named("DualPipeV", "v", 2, _NONE, needs_full=True),
+    "zbv": Named("ZBVZeroBubble", "v", 2, _HALVES),
+    "dualpipev": Named("DualPipeV", "v", 2, _HALVES, needs_full=True),
 }
 
 
