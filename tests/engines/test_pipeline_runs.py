@@ -70,3 +70,25 @@ def test_without_copies_a_lost_stage_ends_the_run(cluster, until):
         run.wait(40)
     engines.wait_healthy(30)
     assert set(engines.run("rank", once=True).values.values()) == {0, 1}
+
+
+LOOP = """
+for step in trainer.steps(80):
+    with step:
+        for batch in step.batches():
+            step.train(batch)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_an_own_loop_lives_through_a_loss(cluster, background, until):
+    """The newcomer goes into the same loop, and comes out of it with the others."""
+    engines = cluster(2)
+    engines.run(CELL)
+    cell = background(engines.run, LOOP)
+    until(lambda: engines.runs and passed(engines.runs[-1], 15), 20, "the cell trains")
+    engines.kill(1)
+    assert cell.result(40).outputs is not None
+    run = engines.runs[-1]
+    assert len(run.history["step"]) == 80
+    np.testing.assert_array_equal(run.history["loss"], training.undisturbed(engines, 80))

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbdist.train.objective import Objective
-    from nbdist.train.recipe import Recipe
 
 
 class Place(NamedTuple):
@@ -38,6 +37,37 @@ class Summed(NamedTuple):
     """When this rank's own gradients were complete, by `time.perf_counter_ns`."""
     vote: list[float] | None
     """The vote that went along, summed over all ranks; None where none did."""
+
+
+class Terms(Protocol):
+    """What a strategy may know of the trainer that it is for: its `train.recipe.Recipe`."""
+
+    @property
+    def model(self) -> nn.Module | Callable[[], nn.Module]:
+        """As the user gave it."""
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """None: the user gave a `forward`."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step."""
+
+    @property
+    def accumulate(self) -> int:
+        """Batches in which a rank goes through its share."""
+
+    @property
+    def seed(self) -> int:
+        """Of everything random."""
+
+    @property
+    def precision(self) -> str:
+        """In which models compute."""
+
+    def make_module(self) -> nn.Module:
+        """The whole model; who calls this has seeded the generators."""
 
 
 class Keeper(Protocol):
@@ -170,18 +200,18 @@ class Strategy(Protocol):
     is_replicated: ClassVar[bool]
     """Whether every rank holds the whole state, so that any can hand it over to any other."""
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, terms: Terms) -> None:
         """Raise ValueError where the settings do not fit the trainer."""
 
-    def hold(self, recipe: Recipe, sample: Callable[[], Any]) -> nn.Module:
+    def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:
         """What this rank holds of the model. Does no communication.
 
         Args:
-            recipe: what the trainer was given.
+            terms: what the trainer was given.
             sample: fetches a batch of one sample.
         """
 
-    def exchange(self, module: nn.Module, recipe: Recipe, num_votes: int) -> Exchange:
+    def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Exchange:
         """The working half, for what this rank holds and votes of so many numbers."""
 
     def describe(self) -> str:

@@ -12,7 +12,7 @@ main thread; a sum's end is stamped in whichever of torch's threads it comes.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,8 @@ from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_positive, check_whole
 from nbdist.train.randomness import seeded
-from nbdist.train.strategies.base import Keeper, Place, Summed, Turn
+from nbdist.train.strategies.base import Keeper, Place, Summed, Terms, Turn
 from nbdist.train.vote import join, split
-
-if TYPE_CHECKING:
-    from nbdist.train.recipe import Recipe
 
 DEFAULT_BUCKET_MB = 25
 """torch's own. With it, torch makes the first bucket smaller, so that sums begin early."""
@@ -62,15 +59,15 @@ class DataParallel:
         if self.exact:
             raise ValueError("exact is True; exact sums are not there yet: leave it at False")
 
-    def check(self, recipe: "Recipe") -> None:
+    def check(self, terms: Terms) -> None:
         """Any trainer will do."""
 
-    def hold(self, recipe: "Recipe", sample: Callable[[], Any]) -> nn.Module:  # noqa: ARG002 - as for all strategies
+    def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:  # noqa: ARG002 - as for all strategies
         """The whole model."""
-        with seeded(recipe.seed, torch.device("cpu")):
-            return recipe.make_module()
+        with seeded(terms.seed, torch.device("cpu")):
+            return terms.make_module()
 
-    def exchange(self, module: nn.Module, recipe: "Recipe", num_votes: int) -> "Replicas":  # noqa: ARG002 - as for all strategies
+    def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> "Replicas":  # noqa: ARG002 - as for all strategies
         """The working half."""
         return Replicas(self, module, num_votes)
 

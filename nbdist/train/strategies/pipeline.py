@@ -28,7 +28,7 @@ from nbdist.train.strategies.stages import Stages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.train.recipe import Recipe
+    from nbdist.train.strategies.base import Terms
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ class Pipeline:
             actions.check(actions.parse(self.schedule), self.stages, self.microbatches)
         check_split(self.split)
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, terms: Terms) -> None:
         """See that the trainer can be a pipeline."""
-        if recipe.loss is None:
+        if terms.loss is None:
             raise ValueError(
                 "strategy=Pipeline(…) needs loss=, a function of output and target, in place of "
                 "forward=: no rank has a model that a function could call"
             )
-        if self._num_microbatches(recipe) > recipe.global_batch // recipe.accumulate:
+        if self._num_microbatches(terms) > terms.global_batch // terms.accumulate:
             raise ValueError(
-                f"microbatches is {self.microbatches}, and global_batch is {recipe.global_batch}, "
-                f"accumulate {recipe.accumulate}: there are fewer samples than micro-batches"
+                f"microbatches is {self.microbatches}, and global_batch is {terms.global_batch}, "
+                f"accumulate {terms.accumulate}: there are fewer samples than micro-batches"
             )
 
-    def _num_microbatches(self, recipe: Recipe) -> int:
-        samples = recipe.global_batch // recipe.accumulate
+    def _num_microbatches(self, terms: Terms) -> int:
+        samples = terms.global_batch // terms.accumulate
         return self.microbatches or schedules.default_microbatches(self.stages, samples)
 
     def _layout(self, num_microbatches: int) -> Layout:
@@ -100,33 +100,33 @@ class Pipeline:
                 )
         return Layout(owners, rank, num_ranks)
 
-    def hold(self, recipe: Recipe, sample: Callable[[], Any]) -> nn.Module:
+    def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:
         """The stages of this rank."""
-        if isinstance(recipe.model, Held):
-            return recipe.model
+        if isinstance(terms.model, Held):
+            return terms.model
 
         def make() -> nn.Module:
-            with seeded(recipe.seed, torch.device("cpu")):
-                return recipe.make_module()
+            with seeded(terms.seed, torch.device("cpu")):
+                return terms.make_module()
 
-        given = recipe.model if isinstance(recipe.model, nn.Module) else None
+        given = terms.model if isinstance(terms.model, nn.Module) else None
         return hold(
             make,
             given=given,
             split=self.split,
-            layout=self._layout(self._num_microbatches(recipe)),
+            layout=self._layout(self._num_microbatches(terms)),
             sample=lambda: sample()[0],
         )
 
-    def exchange(self, module: nn.Module, recipe: Recipe, num_votes: int) -> Stages:  # noqa: ARG002 - as for all strategies
+    def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Stages:  # noqa: ARG002 - as for all strategies
         """The working half."""
         assert isinstance(module, Held)
         return Stages(
             module,
             self.schedule,
-            self._num_microbatches(recipe),
-            seed=recipe.seed,
-            precision=recipe.precision,
+            self._num_microbatches(terms),
+            seed=terms.seed,
+            precision=terms.precision,
             copy_every=self.copy_every,
         )
 
