@@ -356,13 +356,18 @@ def test_an_own_loop(together):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_loss_of_the_users_own_is_refused():
+def test_a_loss_of_the_users_own_is_refused(together):
     """No rank has the whole model; the message says what to call."""
-    trainer = make(Pipeline(1, "gpipe", 2))
-    with pytest.raises(WrongState, match=r"step\.train\(batch\)"):
-        go_back(trainer)
-    with pytest.raises(WrongState, match="no rank holds the whole model"):
-        trainer.model(torch.zeros(1, FEATURES))
+
+    def body(_):
+        trainer = make(Pipeline(1, "gpipe", 2))
+        with pytest.raises(WrongState, match=r"step\.train\(batch\)"):
+            go_back(trainer)
+        with pytest.raises(WrongState, match="no rank holds the whole model"):
+            trainer.model(torch.zeros(1, FEATURES))
+        return True
+
+    assert together(1, body) == [True]
 
 
 def go_back(trainer):
