@@ -323,7 +323,15 @@ class Runs:
 
     def _bind(self, spec: rn.RunSpec, trainer: Drivable) -> Port:
         self.port = Port(self, spec, trainer)
-        self.port.say(rn.RunBound(slot=self.slot, pid=os.getpid(), run=spec.run, step=trainer.step))
+        self.port.say(
+            rn.RunBound(
+                slot=self.slot,
+                pid=os.getpid(),
+                run=spec.run,
+                step=trainer.step,
+                is_replicated=trainer.is_replicated,
+            )
+        )
         task = asyncio.get_event_loop().create_task(self._drive(self.port), name="nbdist-run")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

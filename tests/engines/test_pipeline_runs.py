@@ -92,3 +92,18 @@ def test_an_own_loop_lives_through_a_loss(cluster, background, until):
     run = engines.runs[-1]
     assert len(run.history["step"]) == 80
     np.testing.assert_array_equal(run.history["loss"], training.undisturbed(engines, 80))
+
+
+@pytest.mark.timeout(90)
+def test_a_stage_that_is_lost_between_two_runs_comes_back(cluster):
+    """The next run begins with all ranks going back to their copies."""
+    engines = cluster(2)
+    engines.run(CELL)
+    first = engines.train("trainer", steps=18).wait(40).history["loss"]
+    before = engines.generation
+    engines.kill(1)
+    engines.wait_healthy(30, after=before + 1)
+    second = engines.train("trainer", steps=6).wait(40).history
+    assert second["step"].tolist() == list(range(18, 24))
+    losses = training.undisturbed(engines, 24)
+    np.testing.assert_array_equal(np.concatenate([first, second["loss"]]), losses)
