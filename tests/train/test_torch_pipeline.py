@@ -16,6 +16,7 @@ from nbdist.engine.emit import RING
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.train import Pipeline, Trainer
 from nbdist.train.strategies import actions, schedules, torch_pipeline
+from nbdist.train.strategies.passage import Passage
 
 WIDTH, BATCH = 8, 16
 FORWARD_S, BACKWARD_S = 0.04, 0.08
@@ -162,7 +163,7 @@ def plan_of(name, ranks, num_microbatches):
     num_stages = ranks * (facts.per_rank or 2)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     held = make(Pipeline(num_stages, name, num_microbatches)).model
-    passage = torch_pipeline.Passage(contextlib.nullcontext)
+    passage = Passage(contextlib.nullcontext)
     made = torch_pipeline.make(
         held, name, num_microbatches, passage, device=torch.device("cpu"), loss=torch.add
     )

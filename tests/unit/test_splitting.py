@@ -12,6 +12,7 @@ from nbdist.train import GPT, GPTConfig
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies import building, splitting
 from nbdist.train.strategies.held import Layout, hold
+from nbdist.train.strategies.stages import Pieces
 
 SMALL = GPTConfig(num_layers=2, num_heads=2, width=16, context=8, vocabulary=32)
 
@@ -146,7 +147,7 @@ def test_a_model_that_cannot_be_made_without_memory_is_made_whole():
 
     def model():
         row = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        float(row[0].weight.sum())
+        float(row[0].weight.detach().sum())
         return row
 
     with pytest.warns(UserWarning, match="made whole on every rank"):
@@ -164,3 +165,19 @@ def test_blocks_that_are_not_the_models_or_leave_some_out():
     idle = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(ValueError, match="rank 1 would have nothing to train"):
         held(0, given=idle, owners=(0, 1), split=[1, 1])
+
+
+@given(num=st.integers(1, 40), num_microbatches=st.integers(1, 12))
+def test_batches_come_apart_into_equal_pieces(num, num_microbatches):
+    """Every sample is in one piece; what fills them up is dropped again, from every tensor."""
+    pieces = Pieces(num, num_microbatches)
+    inputs = torch.arange(num)
+    filled = pieces.fill(inputs)
+    assert len(filled) == pieces.size * num_microbatches
+    assert sum(pieces.sizes) == num
+    for piece, cut, size in zip(filled.split(pieces.size), pieces.cuts, pieces.sizes, strict=True):
+        assert piece[:size].tolist() == list(range(cut.start, cut.stop))
+    output = pieces.drop_filling({"a": filled * 2, "b": (filled, torch.tensor(3))})
+    assert output["a"].tolist() == (inputs * 2).tolist()
+    assert output["b"][0].tolist() == inputs.tolist()
+    assert int(output["b"][1]) == 3

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from nbdist.train.checks import shown
 
@@ -145,6 +144,8 @@ def costs_of(blocks: Sequence[nn.Module], sample: Callable[[], Any]) -> list[flo
 
 def _operations(blocks: Sequence[nn.Module], sample: Any) -> list[float]:
     """Of a forward pass, block by block; all 0 where they cannot be run without memory."""
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - slow, and seldom wanted
+
     value, counted = _without_memory(sample), []
     try:
         for block in blocks:

@@ -17,10 +17,10 @@ from nbdist.errors import RecoveryFailed, WrongState
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.objective import Objective, pair_of, weigh
 from nbdist.train.sampling import share
-from nbdist.train.strategies import torch_pipeline
 from nbdist.train.strategies.base import Place
 from nbdist.train.strategies.copies import Copies, common_step
 from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
+from nbdist.train.strategies.passage import Passage
 from nbdist.train.vote import FIRST_BUFFER
 
 if TYPE_CHECKING:
@@ -98,7 +98,10 @@ class Stages:
         self._num_microbatches = num_microbatches
         self._device = next(held.parameters()).device
         numeric = Objective(None, None, precision)
-        self._passage = torch_pipeline.Passage(lambda: numeric.autocast(self._device))
+        self._passage = Passage(lambda: numeric.autocast(self._device))
+        from nbdist.train.strategies import torch_pipeline  # noqa: PLC0415 - it takes a second
+
+        self._torch = torch_pipeline
         self._made: dict[tuple[Any, ...], Any] = {}
         self._generation: int | None = None
         self._is_new = True
@@ -261,7 +264,7 @@ class Stages:
         if made is None:
             while len(self._made) >= MAX_SCHEDULES:
                 del self._made[next(iter(self._made))]
-            made = self._made[key] = torch_pipeline.make(
+            made = self._made[key] = self._torch.make(
                 self._held,
                 self._schedule,
                 self._num_microbatches,
@@ -281,7 +284,7 @@ class Stages:
         for number, piece in enumerate(pieces):
             value: Any = piece
             for stage in range(len(self._held.layout.owners)):
-                torch_pipeline.seed(passage, stage, number, self._device)
+                passage.seed(stage, number, self._device)
                 with passage.computes(Kind.FORWARD, stage, number), passage.autocast():
                     value = self._held.stage(stage)(value)
             if loss is None:
@@ -289,7 +292,7 @@ class Stages:
                 continue
             with passage.computes(Kind.BACKWARD, stage, number):
                 loss(value, torch.tensor(number)).backward()
-        return torch_pipeline.merge(outputs) if loss is None else None
+        return self._torch.merge(outputs) if loss is None else None
 
     def backward(self, *_args: Any, **_kwargs: Any) -> Summed:
         """No rank has a loss of the whole model to go back from."""
@@ -301,7 +304,7 @@ class Stages:
     def planned(self) -> dict[int, list[str]]:
         """In which order each rank computes, as "2F0"; empty before the first step in a group."""
         made = next((m for (is_training, *_), m in self._made.items() if is_training), None)
-        return {} if made is None else torch_pipeline.planned(made)
+        return {} if made is None else self._torch.planned(made)
 
     def owned(self) -> list[object]:
         """Nothing that the user could see."""

@@ -3,16 +3,15 @@
 Its schedules and stages are young, and change between versions of torch: everything that touches
 them is here, with tests of its own (`tests/train/test_torch_pipeline.py`). A schedule passes a
 batch through the stages of all ranks; a stage tells when it computes and when it sends. Neither
-holds the group: both use torch's default group, whichever that is at the moment.
+holds the group: both use torch's default group, whichever that is at the moment. Loading it costs a
+second, so it is loaded where a pipeline is made.
 
 Runs in the engine's main thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from time import perf_counter_ns, sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,18 +25,18 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from nbdist.engine import emit, runs
+from nbdist.engine import runs
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
-from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.strategies import schedules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     from torch import nn
 
     from nbdist.train.strategies.held import Held
+    from nbdist.train.strategies.passage import Passage
 
 # torch tells of an error in a stage with the whole schedule as a table, from every rank.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -50,55 +49,6 @@ def _wait(work: list[Any]) -> None:
 
 
 torch_schedules._wait_batch_p2p = _wait  # noqa: SLF001 - it looks the name up at each call
-
-
-class Passage:
-    """What the stages of one rank share while a batch goes through them."""
-
-    def __init__(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self.autocast = autocast
-        """The context in which the model computes."""
-        self.key: tuple[int, ...] = ()
-        """From which, with stage and micro-batch, the random numbers of a forward pass follow."""
-        self.slow_factor = 1.0
-        """What is computed is to take so many times as long."""
-        self.compute_ns = 0
-        """Computed so far, without sleep."""
-        self.ready_ns = 0
-        """When the last of it was done."""
-        self.is_silent = False
-        """Tell nothing: it is no training."""
-        self.is_trial = False
-        """torch tries the stages out, on inputs without meaning, to learn the shapes."""
-
-    def begin(self, key: tuple[int, ...], slow_factor: float) -> None:
-        """A batch begins to go through."""
-        self.key, self.slow_factor, self.compute_ns = key, slow_factor, 0
-        self.ready_ns = perf_counter_ns()
-
-    @contextlib.contextmanager
-    def computes(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
-        """A stage computes."""
-        began_ns = perf_counter_ns()
-        try:
-            yield
-        except RuntimeError as error:
-            # torch wraps what a stage raises, and shows its inputs; the user's own error says more.
-            raise error.__cause__ or error from None
-        took_ns = perf_counter_ns() - began_ns
-        self.compute_ns += took_ns
-        if self.slow_factor > 1:
-            sleep((self.slow_factor - 1) * took_ns * 1e-9)
-        self.ready_ns = perf_counter_ns()
-        if not self.is_silent:
-            emit.span(kind, began_ns, self.ready_ns, ident=microbatch, value=stage)
-
-    def tell(self, kind: Kind, microbatch: int, ops: Sequence[Any]) -> None:
-        """A stage sends, or is ready to receive."""
-        if ops and not self.is_silent:
-            now_ns = perf_counter_ns()
-            num_bytes = sum(op.tensor.nbytes for op in ops)
-            emit.span(kind, now_ns, now_ns, ident=microbatch, value=num_bytes)
 
 
 class Stage(PipelineStage):
@@ -120,7 +70,7 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch goes forward."""
         passage, stage = self._passage, self.stage_index
-        seed(passage, stage, fwd_chunk_id, self.device)
+        passage.seed(stage, fwd_chunk_id, self.device)
         with passage.computes(Kind.FORWARD, stage, fwd_chunk_id), passage.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -203,11 +153,6 @@ class Stage(PipelineStage):
         super()._post_metadata_inference_cleanup()
         for buffer, kept in zip(self.submod.buffers(), self._kept, strict=True):
             buffer.copy_(kept)
-
-
-def seed(passage: Passage, stage: int, microbatch: int, device: torch.device) -> None:
-    """The random numbers of one stage's forward pass, whatever the schedule."""
-    seed_all(seed_of(*passage.key, stage, microbatch), device)
 
 
 def merge(outputs: list[Any]) -> Any:
