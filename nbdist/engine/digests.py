@@ -75,6 +75,8 @@ class _Walk:
     def _parts(self, value: Any) -> list[bytes]:  # noqa: PLR0911 - one return for each kind
         if is_trainer(value):
             # Before the first step its weights are nobody's: rank 0 gives its own then.
+            if not value.is_replicated:
+                return [b"each rank's own"]  # nobody is to be given another's
             return [value.digest().encode() if value.step else b"untrained"]
         if isinstance(value, torch.Tensor):
             return _tensor(value)

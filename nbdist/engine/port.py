@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from nbdist.engine.group import is_communication_error
-from nbdist.errors import RunEnded
+from nbdist.errors import RecoveryFailed, RunEnded
 from nbdist.protocol import events as ev
 from nbdist.protocol import runs as rn
 from nbdist.protocol.ids import Generation
@@ -34,6 +34,8 @@ NUM_RECENT = 256
 """So many of the last rows are reported again to a supervisor that takes over."""
 OURS = str(Path(__file__).parents[1]) + os.sep
 """Where nbdist's own code lies."""
+PATIENCE_S = 120.0
+"""A newcomer's replay may take long; where nobody comes, a run is not to stand for ever."""
 MAX_BREAKS = 3
 """So often in a row may a step break among the very same engines; then the error is the user's."""
 
@@ -45,6 +47,10 @@ class Drivable(Protocol):
     @property
     def step(self) -> int:
         """Committed steps."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the same, so that any can hand it over to any other."""
 
     async def drive(self, port: Port) -> None:
         """Train as the port says, giving way to the event loop between steps, until it is over."""
@@ -107,6 +113,8 @@ class Port:
         """To be said in the next vote."""
         self.settings: list[dict[str, float]] = []
         """Changes to be made before going on."""
+        self.patience_s = PATIENCE_S
+        """For so long a trainer that cannot train in the present group waits for another."""
         self.begun: int | None = None
         """The step that is being trained, and whether it may take long."""
         self.is_patient = False
@@ -293,6 +301,8 @@ class Port:
 
 
 def _fault_of(error: BaseException) -> rn.RunFault:
+    if isinstance(error, RecoveryFailed):  # all ranks say the same, of no line of theirs
+        return rn.RunFault(kind=type(error).__name__, message=str(error))
     shown = traceback.TracebackException.from_exception(error)
     _leave_out_ours(shown)
     return rn.RunFault(

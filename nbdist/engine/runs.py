@@ -35,6 +35,12 @@ def present() -> Runs | None:
     return _present
 
 
+def is_cut() -> bool:
+    """Whether the present group of this engine is cut; False where this is no engine."""
+    groups = _present.groups if _present is not None else None
+    return groups is not None and groups.cut_generation == groups.generation
+
+
 class Runs:
     """The run of this engine, if there is one.
 
@@ -209,18 +215,19 @@ class Runs:
     def prepare(self, spec: rn.RunSpec | None) -> int | None:
         """A group was formed under a run: the steps that its trainer has committed here.
 
-        None where it is not here.
+        None where it is not here, or where it is each rank's own: then nobody is given another's,
+        and the ranks find together again at the next step.
         """
         port, self._spec = self.port, spec
         if spec is None:
             return None
         if self._over is not None and self._over.spec == spec:
-            return self._over.trainer.step
+            return _shared_step(self._over.trainer)
         if port is not None and port.spec.run != spec.run:
             port.end(None)
             self.port = port = None
         port = port or self._bind_if_here(spec)
-        return port.trainer.step if port is not None else None
+        return _shared_step(port.trainer) if port is not None else None
 
     # ---- what a cell may not do to it
 
@@ -316,7 +323,15 @@ class Runs:
 
     def _bind(self, spec: rn.RunSpec, trainer: Drivable) -> Port:
         self.port = Port(self, spec, trainer)
-        self.port.say(rn.RunBound(slot=self.slot, pid=os.getpid(), run=spec.run, step=trainer.step))
+        self.port.say(
+            rn.RunBound(
+                slot=self.slot,
+                pid=os.getpid(),
+                run=spec.run,
+                step=trainer.step,
+                is_replicated=trainer.is_replicated,
+            )
+        )
         task = asyncio.get_event_loop().create_task(self._drive(self.port), name="nbdist-run")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -328,3 +343,7 @@ class Runs:
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it is reported
             log.info("the run's loop ended: %s: %s", type(error).__name__, error)
             port.raised(error)
+
+
+def _shared_step(trainer: Drivable) -> int | None:
+    return trainer.step if trainer.is_replicated else None

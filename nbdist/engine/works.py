@@ -11,6 +11,7 @@ in torch's, in one of its own for each `Works.call`, and, to give up, in the age
 from __future__ import annotations
 
 import concurrent.futures
+import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,36 @@ from torch import Tensor
 from torch.futures import Future
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _Promise = Future[list[Tensor]]
 
 
 _CUT = "the group was cut in a collective"
+
+
+class _Waited:
+    """Sends and receives that a thread of ours waits for."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._has_ended = False
+
+    def run(self) -> None:
+        """Wait for all of them."""
+        try:
+            for work in self._works:
+                work.wait()
+        finally:
+            self._has_ended = True
+            self._works = ()
+
+    def is_completed(self) -> bool:
+        """As works say it."""
+        return self._has_ended
+
+
+_Errand = tuple[_Promise, _Waited] | None
 
 
 class Works:
@@ -35,6 +60,8 @@ class Works:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[_Promise, Any]] = {}
         self._given_up: list[Any] = []
+        self._errands: queue.SimpleQueue[_Errand] | None = None
+        """Of the thread that waits in place of the main thread."""
         self._calls: dict[int, concurrent.futures.Future[None]] = {}
 
     def follow(self, work: Any) -> _Promise:
@@ -44,6 +71,34 @@ class Works:
             self._open[id(promise)] = promise, work
         work.get_future().add_done_callback(lambda future: self._settle(promise, future))
         return promise
+
+    def wait(self, works: Sequence[Any], is_cut: Callable[[], bool]) -> None:
+        """Wait for sends and receives, of whose end torch tells nobody but who waits for it.
+
+        Args:
+            works: all of them.
+            is_cut: whether the group is cut already.
+
+        Raises:
+            DistNetworkError: the group was cut. Or what a wait raises.
+        """
+        promise, waited = _Promise(), _Waited(works)
+        with self._lock:
+            self._open[id(promise)] = promise, waited
+            errands = self._errands = self._errands or _begin_waiting(self._settle_wait)
+        errands.put((promise, waited))
+        if is_cut():
+            self.give_up()
+        promise.wait()
+
+    def _settle_wait(self, promise: _Promise, error: Exception | None) -> None:
+        with self._lock:
+            if self._open.pop(id(promise), None) is None:
+                return
+        if error is None:
+            promise.set_result([])
+        else:
+            _break(promise, error)
 
     def call(self, function: Callable[[], object], is_cut: Callable[[], bool]) -> None:
         """Wait for a call that waits natively: torch tells of no send or receive when it is done.
@@ -90,6 +145,9 @@ class Works:
             self._end_call(call, dist.DistNetworkError(_CUT))
         with self._lock:
             given_up, self._open = list(self._open.values()), {}
+            if self._errands is not None:  # it may never come back from where it waits
+                self._errands.put(None)
+                self._errands = None
             self._given_up += [work for _, work in given_up]
         for promise, _ in given_up:
             _break(promise, dist.DistNetworkError(_CUT))
@@ -115,6 +173,26 @@ class Works:
             _break(promise, error)
         else:
             promise.set_result(value)
+
+
+def _begin_waiting(
+    settle: Callable[[_Promise, Exception | None], None],
+) -> queue.SimpleQueue[_Errand]:
+    """A thread that waits for one thing after the other."""
+    errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
+
+    def run() -> None:
+        while (errand := errands.get()) is not None:
+            promise, waited = errand
+            try:
+                waited.run()
+            except Exception as error:  # noqa: BLE001 - whatever it is, who waits is told
+                settle(promise, error)
+            else:
+                settle(promise, None)
+
+    threading.Thread(target=run, name="nbdist-waiting", daemon=True).start()
+    return errands
 
 
 def _break(promise: _Promise, error: Exception) -> None:

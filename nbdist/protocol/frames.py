@@ -122,7 +122,8 @@ buckets: one bucket of gradients in one attempt on one slot. ready_at: all its g
 launch_at: its sum has begun; done_at: it has ended. size_bytes: of the bucket.
 
 spans: what the slot's main thread did when. kind: a number of `telemetry.Kind`: 3 forward,
-4 backward, 5 vote, 6 optimizer, 7 evaluate, 8 data, 9 checkpoint. ident: the micro-batch.
+4 backward, 5 vote, 6 optimizer, 7 evaluate, 8 data, 9 checkpoint, 10 and 11 the two halves of a
+backward pass. ident: the micro-batch.
 
 memory: what a slot's engine held at `at`, about once a second. rss_bytes: resident. device_bytes:
 by torch on its GPU. Either is NaN where the row tells the other.

@@ -222,6 +222,8 @@ class RunBound(Event, frozen=True, kw_only=True):
     run: RunId
     step: int
     """Steps that the trainer has committed."""
+    is_replicated: bool = True
+    """Every rank holds the same. Where not, ranks that stand apart find together by themselves."""
     fault: RunFault | None = None
 
 

@@ -42,6 +42,11 @@ class Kind(IntEnum):
     """Span: waiting for the next batch."""
     CHECKPOINT = 9
     """Span: taking a snapshot or writing a checkpoint, as far as training waits for it."""
+    BACKWARD_INPUT = 10
+    """Span: the part of a stage's backward pass that others wait for; `ident`: the micro-batch,
+    `value`: the stage. In a pipeline FORWARD and BACKWARD have the stage as their value too."""
+    BACKWARD_WEIGHT = 11
+    """Span: the rest of it, to the weights; `ident` and `value` likewise."""
 
     BUCKET_READY = 20
     """Instant: all gradients of a bucket are there; `ident`: the bucket, from 0."""
@@ -49,6 +54,12 @@ class Kind(IntEnum):
     """Instant: its reduction has begun; `ident`: the bucket."""
     BUCKET_DONE = 22
     """Span: its reduction, from launch to end; `ident`: the bucket, `value`: its bytes."""
+    SEND = 23
+    """Instant: a stage's output or gradient is on its way; `ident`: the micro-batch, `value`: its
+    bytes."""
+    RECEIVE = 24
+    """Instant: a stage is ready for it; `ident` and `value` likewise. It has come at the latest
+    when the stage computes next."""
 
     SAMPLES = 40
     """Scalar: samples that this rank trained on in the step."""
@@ -81,6 +92,8 @@ SERIES = {
     Kind.EVALUATE: "evaluate_s",
     Kind.DATA: "data_s",
     Kind.CHECKPOINT: "checkpoint_s",
+    Kind.BACKWARD_INPUT: "backward_input_s",
+    Kind.BACKWARD_WEIGHT: "backward_weight_s",
     Kind.SAMPLES: "samples",
     Kind.TOKENS: "tokens",
     Kind.LOSS: "loss",
@@ -95,7 +108,7 @@ SERIES = {
 SPANS = frozenset(k for k, name in SERIES.items() if k < Kind.BUCKET_READY)
 """Kinds whose series is of durations."""
 
-TIMELINE = frozenset({*SPANS, Kind.BUCKET_READY, Kind.BUCKET_LAUNCH, Kind.BUCKET_DONE})
+TIMELINE = frozenset({*SPANS, *(k for k in Kind if Kind.BUCKET_READY <= k < Kind.SAMPLES)})
 """Kinds that are kept whole for some steps, to draw what happened when within each."""
 
 LAYOUT = 1

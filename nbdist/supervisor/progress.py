@@ -47,6 +47,7 @@ class Progress:
         self.num_dropped = 0
         self.num_replaced = 0
         """Rows that a later one replaced: their step was lost with all who had applied it."""
+        self._replaced: dict[int, range] = {}
         self._is_first_known = first is not None
         self._rows: NDArray[np.void] = np.zeros(1024, ROWS)
         self._size = 0
@@ -61,6 +62,10 @@ class Progress:
     def step(self) -> int:
         """Steps committed."""
         return self.first + self._size
+
+    def replaced_in(self, generation: int) -> range:
+        """Steps that had been committed before, and that a generation began to train anew."""
+        return self._replaced.get(generation, range(0))
 
     def durable(self, members: Iterable[Slot]) -> int:
         """Steps that every member has acknowledged."""
@@ -113,6 +118,7 @@ class Progress:
             return False
         if kept:
             self.num_replaced += self._size - place
+            self._replaced[int(row["generation"])] = range(step, self.step)
             self._size = place + 1
             self._acknowledged = {s: min(n, step) for s, n in self._acknowledged.items()}
         self._rows[place] = row

@@ -322,13 +322,13 @@ class Runs:
         if fault is not None:
             text = f"rank {membership.rank_of(slot)}: {fault.message}"
             refusal = rn.RunFault(kind=fault.kind, message=text)
-        elif len(set(steps.values())) > 1:
+        elif len(set(steps.values())) > 1 and all(its.is_replicated for its in bound.values()):
             text = f"the trainer has committed different numbers of steps, rank by rank: {steps}"
             refusal = rn.RunFault(kind="WrongState", message=text)
         if refusal is not None:
             self.end("failed", membership, refusal)
             return False
-        run.state, run.step = "running", next(iter(steps.values()))
+        run.state, run.step = "running", max(steps.values())
         run.target, run.progress = run.step + run.steps, Progress(run.step)
         self._out.append(do.AnswerRun(run.spec.run, rn.RunBegun(run=run.spec.run, step=run.step)))
         return True

@@ -133,4 +133,4 @@ def _account(incident: Incident, run: Run, after: np.void) -> None:
         for g, s in run.broken
         if incident.generation_before <= g < after["generation"] and committed.get(s, g + 1) > g
     }
-    incident.steps_repeated = len(broken)
+    incident.steps_repeated = len(broken.union(run.progress.replaced_in(int(after["generation"]))))

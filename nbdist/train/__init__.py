@@ -6,6 +6,7 @@ Loads torch. Works in engines, and without them in a script under torchrun.
 from nbdist.train.evaluate import Evaluate
 from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
 from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.trainer import Trainer
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "DataParallel",
     "Evaluate",
     "GPTConfig",
+    "Pipeline",
     "Trainer",
     "bench_model",
     "next_token_loss",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from nbdist.train.strategies import Exchange
+
 
 @dataclass(frozen=True, eq=False)
 class Evaluate:
@@ -88,16 +90,14 @@ class Evaluator:
         self,
         model: nn.Module,
         device: torch.device,
-        place: tuple[int, int],
-        sum_: Callable[[Tensor], None],
+        exchange: Exchange,
     ) -> dict[str, float]:
         """Name -> value over the whole set; the same on every rank.
 
         Args:
             model: put into its evaluation mode for the time.
             device: the model's.
-            place: which part of how many this rank takes.
-            sum_: sums a tensor over all ranks, in place.
+            exchange: takes part of it, and sums.
         """
         names = ["loss", *self._metrics]
         totals = torch.zeros(2, len(names), dtype=torch.float64)
@@ -105,12 +105,13 @@ class Evaluator:
         model.eval()
         try:
             with torch.no_grad(), self._objective.autocast(device):
-                for part in self._parts(*place):
-                    self._add(totals, model, device, part)
+                for part in self._parts(*exchange.place):
+                    batch = to_device(self._fetch(part), device)
+                    self._add(totals, model, exchange, batch, float(len(part.indices)))
         finally:
             for module in training:
                 module.training = True
-        sum_(totals)
+        exchange.sum_(totals)
         means = (totals[0] / totals[1]).tolist()
         return dict(zip(names, means, strict=True))
 
@@ -125,17 +126,22 @@ class Evaluator:
             )
         ]
 
-    def _add(self, totals: Tensor, model: nn.Module, device: torch.device, part: Part) -> None:
-        """Add what one batch gives."""
+    def _fetch(self, part: Part) -> Any:
         ((_, batch),) = self._loader.batches(0, lambda _step: [part])
-        batch = to_device(batch, device)
-        num = float(len(part.indices))
+        return batch
+
+    def _add(
+        self, totals: Tensor, model: nn.Module, exchange: Exchange, batch: Any, num: float
+    ) -> None:
+        """Add what one batch of so many samples gives; nothing where another rank has it."""
         if self._objective.name == "forward":
             values = [self._objective(model, batch)]
             values += [metric(model, batch) for metric in self._metrics.values()]
         else:
             inputs, target = pair_of(batch)
-            output = model(inputs)
+            output = exchange.predict(inputs)
+            if output is None:
+                return
             values = [self._objective.of(output, target)]
             values += [metric(output, target) for metric in self._metrics.values()]
         for column, (name, value) in enumerate(zip(["loss", *self._metrics], values, strict=True)):

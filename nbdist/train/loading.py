@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
@@ -21,7 +22,6 @@ from nbdist.train.randomness import seed_all, seed_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
 PR_SET_PDEATHSIG = 1
@@ -129,6 +129,10 @@ class Loader:
             return
         for part in parts:
             yield part, self._next(part, parts_of)
+
+    def sample(self) -> Any:
+        """A batch of the first sample, to see what batches are like."""
+        return self._fetcher.fetch(Part(0, 0, np.zeros(1, np.int64)))
 
     def prepare(self, part: Part) -> None:
         """Fetch this one now, if nobody can tell: where it is cut out of tensors, in place."""

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.engine import emit
-from nbdist.engine.works import WORKS
-from nbdist.errors import WrongState
+from nbdist.errors import RecoveryFailed, WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.train import snapshot
@@ -34,9 +30,18 @@ GIVE_WAY_S = 0.01
 percent of its time."""
 
 
-def walk(state: State, port: RunPort) -> Iterator[Step | None]:
+LOOK_AGAIN_S = 0.02
+"""Between two looks whether a group has come in which the trainer can train."""
+
+
+class Aside(NamedTuple):
+    """The present group is too small: look again soon whether there is another."""
+
+
+def walk(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
     """Steps, one after the other; None: stand, and wait for an order."""
     number = state.begin_walk()
+    aside_since: float | None = None
     try:
         while not port.is_over:
             if port.go_until is None:
@@ -45,6 +50,13 @@ def walk(state: State, port: RunPort) -> Iterator[Step | None]:
                 continue
             state.keep()
             _apply_settings(state, port)
+            if not state.exchange.fits(port.rank, port.world_size):
+                aside_since = aside_since or time.monotonic()
+                state.put_back()
+                if _may_wait(state, port, time.monotonic() - aside_since):
+                    yield Aside()
+                continue
+            aside_since = None
             if not _is_ready(state, port):
                 continue
             if state.step >= port.go_until:
@@ -68,18 +80,20 @@ def own(state: State, port: RunPort) -> Iterator[Step]:
     for step in _polled(state, port):
         if step is None:
             port.wait()
+        elif isinstance(step, Aside):
+            time.sleep(LOOK_AGAIN_S)
         else:
             yield step
     if port.fault is not None:
         raise port.fault
 
 
-def train(state: State, step: Step) -> None:
+def train(step: Step) -> None:
     """The body of a step where the user has written none."""
     step.vote_early()
     with step:
         for batch in step.batches():
-            step.backward(state.objective(state.module, batch))
+            step.train(batch)
 
 
 async def drive(state: State, port: RunPort) -> None:
@@ -90,13 +104,31 @@ async def drive(state: State, port: RunPort) -> None:
         if step is None:
             await port.wait_async()
             continue
-        train(state, step)
+        if isinstance(step, Aside):
+            await asyncio.sleep(LOOK_AGAIN_S)
+            continue
+        train(step)
         if time.monotonic() >= gave_way_at + GIVE_WAY_S:
             await asyncio.sleep(0)
             gave_way_at = time.monotonic()
 
 
-def _polled(state: State, port: RunPort) -> Iterator[Step | None]:
+def _may_wait(state: State, port: RunPort, waited_s: float) -> bool:
+    """Whether to wait on for a group that fits; False: somebody wants all to stand meanwhile.
+
+    A seat that is being filled again leaves the others in a group of their own until then.
+    """
+    if waited_s > port.patience_s:
+        raise RecoveryFailed(
+            f"{state.exchange.misfit(port.rank, port.world_size)}; no other group came within "
+            f"{port.patience_s:g} s. Make the trainer anew"
+        )
+    if port.wants_hold:
+        port.hold(state.step)
+    return not port.wants_hold and port.go_until is not None
+
+
+def _polled(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
     """Steps, with a look at new orders before each; says where the loop is left early."""
     try:
         for step in walk(state, port):
@@ -132,12 +164,14 @@ def _is_due(state: State, port: RunPort) -> bool:
 
 def _is_ready(state: State, port: RunPort) -> bool:
     """Do what comes before a step; False where the group broke in it."""
-    state.exchange.begin(port.rank, port.world_size)
     emit.begin_step(state.step, port.generation, attempt=state.attempt)
     try:
-        if state.step == 0 and port.world_size > 1:
+        state.exchange.begin(port.rank, port.world_size, port.generation)
+        if state.step == 0 or state.settled_in != port.generation:
             port.begin_step(state.step, patient=True)
-            _take_from_first(state)
+        if state.exchange.settle(snapshot.Whole(state)):
+            state.buffers.keep_all()
+        state.settled_in = port.generation
         if _is_due(state, port):
             port.begin_step(state.step, patient=True)
             _evaluate(state, port)
@@ -150,22 +184,11 @@ def _is_ready(state: State, port: RunPort) -> bool:
     return True
 
 
-@torch.no_grad()
-def _take_from_first(state: State) -> None:
-    """Before the first step, all ranks take the weights of rank 0."""
-    for tensor in [*state.module.parameters(), *state.module.buffers()]:
-        dense = tensor.detach().contiguous()
-        WORKS.follow(dist.broadcast(dense, 0, async_op=True)).wait()
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.copy_(dense)
-    state.buffers.keep_all()
-
-
 def _evaluate(state: State, port: RunPort) -> None:
     assert state.evaluator is not None
     exchange, began_ns = state.exchange, time.perf_counter_ns()
     seed_all(seed_of(state.recipe.seed, state.step, exchange.place.at, 2), state.device)
-    metrics = state.evaluator.run(state.module, state.device, exchange.place, exchange.sum_)
+    metrics = state.evaluator.run(state.module, state.device, exchange)
     emit.span(Kind.EVALUATE, began_ns, time.perf_counter_ns())
     state.evaluated = state.step, port.generation
     port.evaluated(Evaluation(step=state.step, at=time.monotonic(), metrics=metrics))

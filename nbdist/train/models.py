@@ -85,18 +85,43 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits `(batch, length, vocabulary)` of tokens `(batch, length)`."""
-        length = tokens.shape[-1]
-        if length > self.config.context:
-            raise ValueError(
-                f"a sequence of {length} tokens, and context={self.config.context}: pass shorter "
-                "sequences, or make the model with a larger context"
-            )
-        places = torch.arange(length, device=tokens.device)
-        stream = self.dropout(self.token_embedding(tokens) + self.position_embedding(places))
+        stream = self._embed(tokens)
         for block in self.blocks:
             stream = block(stream)
         logits: Tensor = self.head(self.norm(stream))
         return logits
+
+    @property
+    def _embed(self) -> _Embedding:
+        return _Embedding(self.token_embedding, self.position_embedding, self.dropout)
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        """Blocks that, applied one after the other, are `forward`: for `Pipeline` to cut between.
+
+        They share their parameters with the model.
+        """
+        return [self._embed, *self.blocks, nn.Sequential(self.norm, self.head)]
+
+
+class _Embedding(nn.Module):
+    """From tokens `(batch, length)` to the stream `(batch, length, width)`."""
+
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding, dropout: nn.Dropout) -> None:
+        super().__init__()
+        self.token_embedding, self.position_embedding = tokens, positions
+        self.dropout = dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length, context = tokens.shape[-1], self.position_embedding.num_embeddings
+        if length > context:
+            raise ValueError(
+                f"a sequence of {length} tokens, and context={context}: pass shorter "
+                "sequences, or make the model with a larger context"
+            )
+        places = torch.arange(length, device=tokens.device)
+        stream: Tensor = self.token_embedding(tokens) + self.position_embedding(places)
+        dropped: Tensor = self.dropout(stream)
+        return dropped
 
 
 class _Block(nn.Module):

@@ -29,6 +29,8 @@ class RunPort(Protocol):
     """To be said in the next vote."""
     settings: list[dict[str, float]]
     """Changes to be made before going on."""
+    patience_s: float
+    """For so long a trainer that cannot train in the present group waits for another."""
 
     @property
     def generation(self) -> int:
@@ -110,7 +112,7 @@ class SoloPort:
         self.is_over = self.wants_hold = False
         self.fault: Exception | None = None
         self.settings: list[dict[str, float]] = []
-        self.generation, self.slow_factor = 0, 1.0
+        self.generation, self.slow_factor, self.patience_s = 0, 1.0, 0.0
         has_group = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if has_group else 0
         self.world_size = dist.get_world_size() if has_group else 1

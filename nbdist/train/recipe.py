@@ -65,7 +65,7 @@ class Recipe:
                 f"{self.global_batch}"
             )
         self._check_rest()
-        self.strategy.check(self.global_batch)
+        self.strategy.check(self)
 
     def _check_rest(self) -> None:
         if self.clip_norm is not None:

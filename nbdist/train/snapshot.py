@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,7 +113,37 @@ def unpack(state: State, data: bytes) -> None:
         flat = torch.frombuffer(memory, dtype=place.dtype, count=num, offset=place.start)
         return flat.view(place.shape)
 
-    loaded = _map(values.unpack(data[_HEAD.size : _HEAD.size + length]), _Place, view)
+    load(state, _map(values.unpack(data[_HEAD.size : _HEAD.size + length]), _Place, view))
+
+
+class Whole:
+    """A state as an exchange keeps copies of it, here and in the memory of another rank."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self._state.step
+
+    def copy(self) -> bytes:
+        """The whole state, as torch writes it to files."""
+        file = io.BytesIO()
+        torch.save(whole(self._state), file)
+        return file.getvalue()
+
+    def take_back(self, data: bytes) -> None:
+        """Load such a copy, which may have come over the group: nothing in it is run."""
+        load(self._state, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def load(state: State, loaded: dict[str, Any]) -> None:
+    """Have the parts of a state, as `whole` gives them.
+
+    Raises:
+        ValueError: it is the state of another model, or has other parts.
+    """
     here = whole(state)
     _check_parts(here, loaded)
     with torch.no_grad():
@@ -124,7 +155,7 @@ def unpack(state: State, data: bytes) -> None:
         state.scheduler.load_state_dict(loaded["scheduler"])
     for name, obj in state.registered.items():
         obj.load_state_dict(_own(loaded["registered"][name]))
-    _settle(state, loaded["counters"])
+    _tell_exchange(state, loaded["counters"])
     for name, value in loaded["counters"].items():
         setattr(state, name, value)
     state.attempt, state.committed_at, state.evaluated = 0, None, None
@@ -132,7 +163,7 @@ def unpack(state: State, data: bytes) -> None:
     state.buffers.keep_all()
 
 
-def _settle(state: State, counters: dict[str, Any]) -> None:
+def _tell_exchange(state: State, counters: dict[str, Any]) -> None:
     """Tell the exchange what a loaded state makes of the steps that it has taken part in.
 
     One step more: the others have committed what this rank had only sent. They cannot have done so
@@ -140,7 +171,7 @@ def _settle(state: State, counters: dict[str, Any]) -> None:
     """
     if counters["step"] == state.step + 1:
         is_applied = counters["num_skipped"] == state.num_skipped
-        state.exchange.settle(is_applied=is_applied, factor=state.unit / counters["unit"])
+        state.exchange.commit(is_applied=is_applied, factor=state.unit / counters["unit"])
     elif counters["step"] != state.step:
         state.exchange.forget()
 

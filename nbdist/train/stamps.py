@@ -46,6 +46,12 @@ class Stamps:
         self._ready_ns = ready_ns
         self._num_batches += 1
 
+    def computed(self, ready_ns: int, compute_ns: int) -> None:
+        """A batch went forward and backward elsewhere, which told of it; gradients are there."""
+        self._compute_ns += compute_ns
+        self._ready_ns = self._last_ns = ready_ns
+        self._num_batches += 1
+
     def vote(self) -> None:
         """The votes of all ranks are there, and their gradients."""
         self._end(Kind.VOTE)

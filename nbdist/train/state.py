@@ -9,14 +9,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nbdist.errors import WrongState
 from nbdist.train.buffers import Buffers
 from nbdist.train.evaluate import Evaluator
 from nbdist.train.loading import Loader, Part, check_data
 from nbdist.train.objective import Objective
-from nbdist.train.randomness import Kept, seeded
+from nbdist.train.randomness import Kept
 from nbdist.train.sampling import Sampling, share
 from nbdist.train.vote import FIRST_BUFFER
 
@@ -49,15 +47,14 @@ class State:
         self.sampling = Sampling(len(data), recipe.global_batch, seed=recipe.seed, tail=recipe.tail)
         self.loader = Loader(data, recipe.collate, num_workers=recipe.num_workers, seed=recipe.seed)
         self.objective = Objective(recipe.loss, recipe.forward, recipe.precision)
-        with seeded(recipe.seed, torch.device("cpu")):
-            self.module: nn.Module = recipe.make_module()
+        self.module: nn.Module = recipe.strategy.hold(recipe, self.loader.sample)
         self._parameters = list(self.module.parameters())
         self.device = self._parameters[0].device
         self.optimizer = recipe.make_optimizer(self.module)
         self.scheduler = recipe.make_scheduler(self.optimizer)
         self.buffers = Buffers(self.module)
         self.exchange = recipe.strategy.exchange(
-            self.module, num_votes=FIRST_BUFFER + len(self.buffers)
+            self.module, recipe, num_votes=FIRST_BUFFER + len(self.buffers)
         )
         self.evaluator = _make_evaluator(recipe, self.objective)
         self._cut: tuple[tuple[int, ...], list[Part]] = (), []
@@ -72,6 +69,8 @@ class State:
         self.evaluated: tuple[int, int] | None = None
         """Committed steps before the last evaluation in this process, and the generation in which
         it was done. No part of what replicas share: it may break when some ranks have done it."""
+        self.settled_in: int | None = None
+        """The generation in which the ranks have seen last that what they hold fits together."""
         self.attempt = 0
         """How often the present step has been broken."""
         self._walk = _Walk()

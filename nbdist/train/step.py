@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from numpy.typing import NDArray
+    from torch import nn
 
+    from nbdist.train.objective import Objective
     from nbdist.train.ports import RunPort
     from nbdist.train.state import State
 
@@ -138,17 +140,7 @@ class Step:
             raise WrongState(
                 "step.backward() was called twice for one batch; add the losses, and call it once"
             )
-        weighed = weigh(loss, self._samples if count is None else float(count), "loss")
-        if not weighed.value.requires_grad:
-            raise ValueError(
-                "the loss does not depend on the model's parameters: it was detached, computed "
-                "under torch.no_grad(), or of something else than trainer.model gave"
-            )
-        weight = 0.0 if self._is_empty else 1.0  # times NaN it is NaN, and all ranks skip
-        self._loss += weighed.value.item() * weighed.factor * weight
-        self._count += weighed.weight * weight
-        weight *= weighed.factor / (self._num_global * self._state.unit)
-        value = weighed.value if weighed.value.dtype in _FULL else weighed.value.float()
+        value, weight = self._count_in(loss, self._samples if count is None else float(count))
         is_last = self._num_begun == self._num_parts
         vote = self._vote() if is_last and self._votes_early else None
         if is_last and self._port.slow_factor > 1:
@@ -162,6 +154,54 @@ class Step:
         if self._result is not None:
             self._stamps.vote()
         self._num_done += 1
+
+    def train(self, batch: Any) -> None:
+        """Forward and backward of a batch, as the strategy does it; in place of `backward`."""
+        self._check_phase()
+        self._state.exchange.train(batch, self)
+
+    # ---- what an exchange calls, as `strategies.base.Turn`
+
+    @property
+    def objective(self) -> Objective:
+        """The trainer's loss."""
+        return self._state.objective
+
+    @property
+    def module(self) -> nn.Module:
+        """What this rank holds of the model."""
+        return self._state.module
+
+    @property
+    def slow_factor(self) -> float:
+        """The user has made this rank so many times as slow."""
+        return self._port.slow_factor
+
+    def weigh(self, loss: Any, count: float) -> torch.Tensor:
+        """Count the loss of a part of the batch in; what to go backward from."""
+        value, weight = self._count_in(loss, count)
+        return value * weight
+
+    def went_back(self, ready_ns: int, compute_ns: int) -> None:
+        """All gradients of the batch are there."""
+        self._stamps.computed(ready_ns, compute_ns)
+        self._num_done += 1
+
+    def _count_in(self, loss: Any, count: float) -> tuple[torch.Tensor, float]:
+        weighed = weigh(loss, count, "loss")
+        if not weighed.value.requires_grad:
+            raise ValueError(
+                "the loss does not depend on the model's parameters: it was detached, computed "
+                "under torch.no_grad(), or of something else than trainer.model gave"
+            )
+        weight = 0.0 if self._is_empty else 1.0  # times NaN it is NaN, and all ranks skip
+        self._loss += weighed.value.item() * weighed.factor * weight
+        self._count += weighed.weight * weight
+        weight *= weighed.factor / (self._num_global * self._state.unit)
+        value = weighed.value if weighed.value.dtype in _FULL else weighed.value.float()
+        return value, weight
+
+    # ---- what the body calls besides
 
     def generator(self, index: int) -> torch.Generator:
         """Random numbers for one sample in this step: the same on whichever rank it is."""
@@ -232,9 +272,7 @@ class Step:
         result = self._result
         self._stamps.next_part()
         if result is None:
-            vote = torch.tensor(self._vote(), dtype=torch.float64)
-            exchange.sum_(vote)
-            result = vote.tolist()
+            result = exchange.sum_vote(self._vote())
             self._stamps.vote()
         changed = result[FIRST_BUFFER:]
         loss = result[LOSS] / result[COUNT] if result[COUNT] > 0 else math.nan
@@ -242,11 +280,11 @@ class Step:
         if is_applied and any(changed):
             weight = len(self.indices) / self._num_global
             rank = exchange.place.at
-            state.buffers.settle(changed, exchange.sum_, weight=weight, rank=rank)
+            state.buffers.settle(changed, exchange.sum_places_, weight=weight, rank=rank)
         rate, unit = present_rate(state.optimizer), state.unit
         if is_applied:
             is_applied = self._apply(result[COUNT])
-        exchange.settle(is_applied=is_applied, factor=unit / state.unit)
+        exchange.commit(is_applied=is_applied, factor=unit / state.unit)
         if is_applied:
             state.buffers.keep(changed)
         else:
@@ -256,7 +294,7 @@ class Step:
         self._stamps.update()
         self._phase = "over"
         self.is_held = result[HOLD] > 0
-        self._count_in(loss, rate)
+        self._note_commit(loss, rate)
 
     def _lag(self) -> None:
         """Be slow, as the user wants it: the common sums begin with the last backward pass."""
@@ -290,7 +328,7 @@ class Step:
         if not self._is_finite:
             return False
         if state.recipe.clip_norm is not None:
-            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = state.exchange.norm(gradients)
             self._stamps.norm(norm.item())
             if not math.isfinite(norm.item()):
                 return False
@@ -311,28 +349,17 @@ class Step:
             warnings.simplefilter("ignore")
             scheduler.step()
 
-    def _count_in(self, loss: float, rate: float) -> None:
+    def _note_commit(self, loss: float, rate: float) -> None:
         """The step is committed."""
         state, port, now = self._state, self._port, time.monotonic()
         before = self._began_at if state.committed_at is None else state.committed_at
         state.committed_at, state.is_warm = now, True
         state.compute_s = self._stamps.own_compute_s
         state.step, state.attempt = self.number + 1, 0
-        place = state.exchange.place
         mine = self._loss / self._count if self._count else math.nan
         self._stamps.committed(len(self.indices), mine)
-        port.committed(
-            (
-                self.number,
-                loss,
-                self._num_global,
-                now - before,
-                self.generation,
-                place.num_places,
-                rate,
-                now,
-            )
-        )
+        row = (self.number, loss, self._num_global, now - before, self.generation)
+        port.committed((*row, port.world_size, rate, now))
 
     # ---- misuse
 

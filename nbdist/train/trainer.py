@@ -126,6 +126,11 @@ class Trainer:
         return self._state.step
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole state."""
+        return self._state.recipe.strategy.is_replicated
+
+    @property
     def num_skipped(self) -> int:
         """Committed steps in which nothing was applied: loss or gradient was not finite."""
         return self._state.num_skipped
@@ -185,7 +190,7 @@ class Trainer:
         start = len(self._rows)
         port = SoloPort(self.step + steps, self._rows, self._evaluations)
         for step in loop.own(self._state, port):
-            loop.train(self._state, step)
+            loop.train(step)
         return self._rows.columns(start)
 
     def steps(self, num: int) -> Iterator[Step]:

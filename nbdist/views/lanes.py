@@ -75,8 +75,8 @@ def _sync(story: RunStory) -> Lanes:
     unit, buckets = "ms since the step began", story.tables.get("buckets")
     if buckets is None or not len(buckets["step"]):
         sentence = (
-            "No bucket of gradients is known: none was summed, as where one rank trains alone, "
-            "or what was told of them is not kept."
+            "No bucket of gradients is known: none was summed, as where one rank trains alone "
+            "or the model is cut into stages, or what was told of them is not kept."
         )
         return Lanes(unit=unit, sentence=sentence)
     last = {name: buckets[name][-1] for name in ("step", "generation", "attempt")}

@@ -216,12 +216,12 @@ class RankPort(FakePort):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
 
-def go(trainer, walker):
+def go(walker):
     """Train until told to stand."""
     for step in walker:
         if step is None:
             return
-        train(trainer._state, step)
+        train(step)
 
 
 def broken_after_backward(trainer, at):
@@ -254,14 +254,14 @@ def test_a_step_that_breaks_counts_once(together, name, who):
         elif rank == 0:
             port.go_until = 6
         walker = walk(trainer._state, port)
-        go(trainer, walker)
+        go(walker)
         assert trainer.step == (6 if who == "one" and rank == 0 else 5)
         state = [trainer.pack()]
         dist.broadcast_object_list(state, 0)
         if who == "one" and rank == 1:
             trainer.unpack(state[0])
         port.go_until = 10
-        go(trainer, walker)
+        go(walker)
         return (
             (trainer.digest(), left(trainer)),
             (plain.digest(), left(plain)),
@@ -284,11 +284,11 @@ def test_alone_for_a_while(together, name):
     def body(rank):
         trainer, port = make(name), RankPort(4)
         walker = walk(trainer._state, port)
-        go(trainer, walker)
+        go(walker)
         before = left(trainer)
         if rank == 0:
             port.world_size, port.go_until = 1, 5
-            go(trainer, walker)
+            go(walker)
             assert left(trainer) == 0
             port.world_size = 2
         state = [trainer.pack()]
@@ -299,7 +299,7 @@ def test_alone_for_a_while(together, name):
             assert left(newcomer) == 0
             trainer.unpack(state[0])
         port.go_until = 9
-        go(trainer, walker)
+        go(walker)
         return before, left(trainer), trainer.digest()
 
     answers = together(2, body)

@@ -121,7 +121,7 @@ class Engine:
         for step in self.walker:
             if step is None:
                 break
-            train(self.trainer._state, step)
+            train(step)
 
     def leave(self):
         """Leave the group; what is left of it."""

@@ -301,8 +301,8 @@ def test_a_model_that_is_missing_is_given_whole():
 class Counter:
     """As small as a trainer can be."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, is_replicated=True):
+        self.step, self.is_replicated = step, is_replicated
 
     async def drive(self, port):
         raise NotImplementedError
@@ -340,6 +340,13 @@ def test_a_trainer_is_compared_by_its_own_digest():
     assert fingerprint(Counter(3)) == fingerprint(Counter(3)) != fingerprint(Counter(4))
     assert kind(Counter(3)) == "trainer"
     assert kind(Counter) == "class"
+
+
+def test_a_trainer_that_is_each_ranks_own_is_given_to_nobody():
+    """It counts as equal everywhere: the stages of one rank are no stages of another's."""
+    assert fingerprint(Counter(3, is_replicated=False)) == fingerprint(
+        Counter(0, is_replicated=False)
+    )
 
 
 @pytest.mark.parametrize("make", [lambda: trained()[1], lambda: wrapped(linear())])

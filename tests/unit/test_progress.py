@@ -36,6 +36,7 @@ def test_a_step_whose_holders_all_died_is_replaced():
     assert steps_of(progress) == [0, 1]
     assert progress.rows["generation"].tolist() == [1, 2]
     assert progress.num_replaced == 2
+    assert (progress.replaced_in(2), progress.replaced_in(1)) == (range(1, 3), range(0))
     assert len(progress.add(0, rows(1))) == 0
     assert progress.durable([0]) == 1
 

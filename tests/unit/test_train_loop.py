@@ -178,7 +178,7 @@ def test_an_own_loop_that_is_left_early_says_where():
     """A break is told, once."""
     trainer, port = make(), FakePort(12)
     for step in own(trainer._state, port):
-        train(trainer._state, step)
+        train(step)
         if step.number == 3:
             break
     del step
@@ -190,13 +190,13 @@ def test_the_fault_of_a_run_is_raised_in_an_own_loop():
     trainer, port = make(), FakePort(2)
     port.fault = WrongState("failed on rank 1")
     with pytest.raises(WrongState, match="rank 1"):
-        go_through(trainer, own(trainer._state, port))
+        go_through(own(trainer._state, port))
     assert trainer.step == 2
 
 
-def go_through(trainer, steps):
+def go_through(steps):
     for step in steps:
-        train(trainer._state, step)
+        train(step)
 
 
 def one_step(body, **changes):

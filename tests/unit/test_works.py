@@ -97,3 +97,45 @@ def test_a_call_in_a_group_that_is_cut():
     with pytest.raises(RuntimeError, match="cut"):
         works.call(lambda: called.append(1), is_cut=lambda: True)
     assert called == []
+
+
+class Sent:
+    """A send or receive: torch tells of its end nobody but who waits."""
+
+    def __init__(self, error=None):
+        self.error, self.may_end = error, threading.Event()
+
+    def wait(self):
+        self.may_end.wait(5)
+        if self.error is not None:
+            raise self.error
+
+
+def ended(error=None):
+    work = Sent(error)
+    work.may_end.set()
+    return work
+
+
+def test_sends_and_receives_that_end():
+    """Who waits goes on when all have ended, or is given the first error; again and again."""
+    works = Works()
+    works.wait([ended(), ended()], lambda: False)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        works.wait([ended(), ended(RuntimeError("reset by peer"))], lambda: False)
+    works.wait([ended()], lambda: False)
+
+
+def test_sends_and_receives_that_never_end():
+    """A cut before or while somebody waits frees who waits; the next wait is as the first."""
+    works, stuck = Works(), Sent()
+    with pytest.raises(RuntimeError, match="cut"):
+        works.wait([stuck], lambda: True)
+    cut = threading.Timer(0.001, works.give_up)
+    cut.start()
+    with pytest.raises(RuntimeError, match="cut"):
+        works.wait([stuck], lambda: False)
+    cut.join()
+    assert len(works.take_stuck(0.001)) == 2
+    works.wait([ended()], lambda: False)
+    stuck.may_end.set()

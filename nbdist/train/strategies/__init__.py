@@ -3,7 +3,8 @@
 Runs in the engine's main thread.
 """
 
-from nbdist.train.strategies.base import Exchange, Place, Strategy, Summed
+from nbdist.train.strategies.base import Exchange, Place, Strategy, Summed, Turn
 from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.pipeline import Pipeline
 
-__all__ = ["DataParallel", "Exchange", "Place", "Strategy", "Summed"]
+__all__ = ["DataParallel", "Exchange", "Pipeline", "Place", "Strategy", "Summed", "Turn"]

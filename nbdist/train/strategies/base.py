@@ -1,23 +1,30 @@
 """What every strategy is to the training loop.
 
 A strategy has two halves: the settings, a frozen dataclass that the user writes, and the exchange,
-which the settings make for one trainer in one process and which does the communication. The group
-is torch's default group, whichever that is at the moment: an exchange keeps no group. Runs in the
-engine's main thread.
+which the settings make for one trainer in one process and which does the communication. Settings
+say what of the model a rank holds; the exchange says what of a batch it takes, and does forward and
+backward with it, since only it knows who has which part of the model. The group is torch's default
+group, whichever that is at the moment: an exchange keeps no group. Runs in the engine's main
+thread.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
+    from nbdist.train.objective import Objective
+
 
 class Place(NamedTuple):
-    """Which part of a batch a rank takes, of how many."""
+    """Which part of a batch a rank takes, of how many.
+
+    Ranks that take different parts hold the same part of the model.
+    """
 
     at: int
     num_places: int
@@ -35,14 +42,114 @@ class Summed(NamedTuple):
     exchange does not look."""
 
 
+class Terms(Protocol):
+    """What a strategy may know of the trainer that it is for: its `train.recipe.Recipe`."""
+
+    @property
+    def model(self) -> nn.Module | Callable[[], nn.Module]:
+        """As the user gave it."""
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """None: the user gave a `forward`."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step."""
+
+    @property
+    def accumulate(self) -> int:
+        """Batches in which a rank goes through its share."""
+
+    @property
+    def seed(self) -> int:
+        """Of everything random."""
+
+    @property
+    def precision(self) -> str:
+        """In which models compute."""
+
+    def make_module(self) -> nn.Module:
+        """The whole model; who calls this has seeded the generators."""
+
+
+class Keeper(Protocol):
+    """What one rank holds, as a whole: `train.snapshot.Whole`."""
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+
+    def copy(self) -> bytes:
+        """The state, as `take_back` takes it; from another rank too."""
+
+    def take_back(self, data: bytes) -> None:
+        """Have the state that a copy was made of."""
+
+
+class Turn(Protocol):
+    """One batch of a step, as an exchange is given it: `train.step.Step`."""
+
+    number: int
+    """Of the step."""
+
+    @property
+    def objective(self) -> Objective:
+        """The trainer's loss."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What this rank holds of the model."""
+
+    @property
+    def slow_factor(self) -> float:
+        """What this rank computes is to take so many times as long."""
+
+    def backward(self, loss: Any, count: float | Tensor | None = None) -> None:
+        """Where the rank has the whole model: go backward from the loss of the batch."""
+
+    def weigh(self, loss: Any, count: float) -> Tensor:
+        """Count a loss in, the mean over `count` samples, or (sum, count); what to go back from."""
+
+    def went_back(self, ready_ns: int, compute_ns: int) -> None:
+        """All gradients of the batch are there.
+
+        Args:
+            ready_ns: since when.
+            compute_ns: for how long this rank itself has computed.
+        """
+
+
 class Exchange(Protocol):
     """The working half of a strategy."""
 
     place: Place
     """In the present group."""
 
-    def begin(self, rank: int, world_size: int) -> None:
+    def fits(self, rank: int, world_size: int) -> bool:
+        """Whether this rank can train in a group of this size; else it waits for another."""
+
+    def misfit(self, rank: int, world_size: int) -> str:
+        """Why it cannot."""
+
+    def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt at a step begins, in a group of this size. Does no communication."""
+
+    def settle(self, keeper: Keeper) -> bool:
+        """Before it: see that what the ranks hold fits together. May communicate.
+
+        Args:
+            keeper: what this rank holds; an exchange may keep copies of it, and put one back.
+
+        Returns:
+            Whether something in it has changed.
+
+        Raises:
+            RecoveryFailed: it does not, and cannot be made to.
+        """
+
+    def train(self, batch: Any, turn: Turn) -> None:
+        """Forward and backward of this rank's part of a batch."""
 
     def backward(
         self,
@@ -63,8 +170,22 @@ class Exchange(Protocol):
             meanwhile: may be called while the last sums are on their way.
         """
 
-    def settle(self, *, is_applied: bool, factor: float) -> None:
-        """The step that went backward last is committed.
+    def sum_vote(self, vote: list[float]) -> list[float]:
+        """A vote that did not go along, summed over all ranks.
+
+        What it says of buffers is summed over those ranks that have them.
+
+        Gradients that several ranks share are complete afterwards.
+        """
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of the whole model's gradient. Every rank comes here."""
+
+    def predict(self, inputs: Any) -> Any:
+        """What the model returns, without gradients; None where another rank has that."""
+
+    def commit(self, *, is_applied: bool, factor: float) -> None:
+        """The step that went backward last is committed; what was kept for it is kept for good.
 
         Args:
             is_applied: its gradients were applied; else all ranks dropped them.
@@ -77,6 +198,9 @@ class Exchange(Protocol):
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor on the CPU over all ranks, in place; blocks."""
 
+    def sum_places_(self, tensor: Tensor) -> None:
+        """The same over the ranks that hold what this one holds."""
+
     def owned(self) -> list[object]:
         """What it holds on to, that the user could see."""
 
@@ -87,8 +211,22 @@ class Exchange(Protocol):
 class Strategy(Protocol):
     """The settings."""
 
-    def check(self, global_batch: int) -> None:
+    is_replicated: ClassVar[bool]
+    """Whether every rank holds the whole state, so that any can hand it over to any other."""
+
+    def check(self, terms: Terms) -> None:
         """Raise ValueError where the settings do not fit the trainer."""
 
-    def exchange(self, module: nn.Module, num_votes: int) -> Exchange:
-        """The working half, for this module and votes of so many numbers."""
+    def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:
+        """What this rank holds of the model. Does no communication.
+
+        Args:
+            terms: what the trainer was given.
+            sample: fetches a batch of one sample.
+        """
+
+    def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Exchange:
+        """The working half, for what this rank holds and votes of so many numbers."""
+
+    def describe(self) -> str:
+        """What it does and what it costs, in one sentence."""

@@ -13,7 +13,7 @@ stamped in whichever of torch's threads it comes.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_one_of, check_positive, check_share, check_whole
 from nbdist.train.compression import Codec, Courier, LowRank, Quantise, Reduced, Sparse, take
-from nbdist.train.strategies.base import Place, Summed
+from nbdist.train.randomness import seeded
+from nbdist.train.strategies.base import Keeper, Place, Summed, Terms, Turn
 from nbdist.train.vote import join, split
 
 DEFAULT_BUCKET_MB = 25
@@ -42,10 +43,27 @@ _CODECS: dict[str | None, Callable[["DataParallel"], Codec | None]] = {
     "powersgd": lambda settings: LowRank(settings.powersgd_rank),
 }
 
+_SENT: dict[str | None, Callable[["DataParallel"], str]] = {
+    None: lambda _: "2(n−1)/n times their bytes",
+    "fp16": lambda _: "(n−1)/n times their bytes, each number in 16 bits",
+    "bf16": lambda _: "(n−1)/n times their bytes, each number in 16 bits",
+    "int8": lambda _: "0.51(n−1)/n times their bytes, each number in 8 bits",
+    "topk": lambda settings: (
+        f"{1 / 32 + settings.topk_share / 2:.2f}(n−1) times their bytes, the largest "
+        f"{settings.topk_share:.0%} of the numbers"
+    ),
+    "powersgd": lambda settings: (
+        f"of an a × b matrix {settings.powersgd_rank}(a+b)/ab of 2(n−1)/n times its bytes"
+    ),
+}
+"""In a step, by each rank."""
+
 
 @dataclass(frozen=True)
 class DataParallel:
     """Every rank holds the whole model; gradients are summed over all ranks."""
+
+    is_replicated: ClassVar[bool] = True
 
     bucket_mb: float = DEFAULT_BUCKET_MB
     """Gradients are summed in pieces of this size, in MiB."""
@@ -76,14 +94,26 @@ class DataParallel:
         if self.exact:
             raise ValueError("exact is True; exact sums are not there yet: leave it at False")
 
-    def check(self, global_batch: int) -> None:
-        """Any batch will do."""
+    def check(self, terms: Terms) -> None:
+        """Any trainer will do."""
 
-    def exchange(self, module: nn.Module, num_votes: int) -> "Replicas":
+    def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:  # noqa: ARG002 - as for all strategies
+        """The whole model."""
+        with seeded(terms.seed, torch.device("cpu")):
+            return terms.make_module()
+
+    def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> "Replicas":  # noqa: ARG002 - as for all strategies
         """The working half."""
         if self.compress is not None:
             _check_real(module)
         return Replicas(self, module, num_votes)
+
+    def describe(self) -> str:
+        """What it does and what it costs."""
+        return (
+            "Every rank holds the whole model and takes a part of each batch; each step sums the "
+            f"gradients over the n ranks, in which each sends {_SENT[self.compress](self)}."
+        )
 
 
 class Replicas:
@@ -97,7 +127,15 @@ class Replicas:
         codec = _CODECS[settings.compress](settings)
         self._courier = None if codec is None else Courier(codec)
 
-    def begin(self, rank: int, world_size: int) -> None:
+    def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
+        """Replicas train in any group."""
+        return True
+
+    def misfit(self, rank: int, world_size: int) -> str:  # noqa: ARG002 - any will do
+        """There is no reason."""
+        return ""
+
+    def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - any will do
         """An attempt begins. The wrapper is made with the first that has company."""
         self.place = Place(rank, world_size)
         if self._courier is not None:
@@ -105,6 +143,19 @@ class Replicas:
             self._courier.codec.residual.begin()
         if world_size > 1 and self._ddp is None:
             self._ddp = self._wrap()
+
+    @torch.no_grad()
+    def settle(self, keeper: Keeper) -> bool:
+        """Before the first step, all ranks take the weights of rank 0."""
+        if keeper.step > 0 or self.place.num_places == 1:
+            return False
+        for tensor in [*self._module.parameters(), *self._module.buffers()]:
+            take_from_first(tensor)
+        return True
+
+    def train(self, batch: Any, turn: Turn) -> None:
+        """Forward and backward; gradients are summed with the step's last batch."""
+        turn.backward(turn.objective(turn.module, batch))
 
     def backward(
         self,
@@ -154,8 +205,8 @@ class Replicas:
         gradients = [p.grad for p in parameters if p.grad is not None]
         return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
-    def settle(self, *, is_applied: bool, factor: float) -> None:
-        """The step is committed."""
+    def commit(self, *, is_applied: bool, factor: float) -> None:
+        """What it has left out is to be sent later."""
         if self._courier is not None:
             self._courier.codec.residual.settle(is_applied=is_applied, factor=factor)
 
@@ -164,10 +215,28 @@ class Replicas:
         if self._courier is not None:
             self._courier.codec.residual.forget()
 
+    def sum_vote(self, vote: list[float]) -> list[float]:
+        """Sum a vote over all ranks."""
+        tensor = torch.tensor(vote, dtype=torch.float64)
+        self.sum_(tensor)
+        return tensor.tolist()
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Every rank has the whole gradient."""
+        return nn.utils.get_total_norm(gradients)
+
+    def predict(self, inputs: Any) -> Any:
+        """What the model returns."""
+        return self._module(inputs)
+
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
         if self.place.num_places > 1:
-            _on_backend(tensor)
+            sum_on_backend(tensor)
+
+    def sum_places_(self, tensor: Tensor) -> None:
+        """All ranks hold the same."""
+        self.sum_(tensor)
 
     def owned(self) -> list[object]:
         """The wrapper."""
@@ -297,8 +366,16 @@ def _check_real(module: nn.Module) -> None:
         )
 
 
-def _on_backend(tensor: Tensor) -> None:
-    """NCCL sums on its own devices alone."""
+def take_from_first(tensor: Tensor) -> None:
+    """All ranks have the value of rank 0."""
+    dense = tensor.detach().contiguous()
+    WORKS.follow(dist.broadcast(dense, 0, async_op=True)).wait()
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)
+
+
+def sum_on_backend(tensor: Tensor) -> None:
+    """Sum over all ranks. NCCL sums on its own devices alone."""
     if "gloo" in str(dist.get_backend_config()):
         WORKS.follow(dist.all_reduce(tensor, async_op=True)).wait()
         return

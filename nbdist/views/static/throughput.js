@@ -10,6 +10,8 @@ const WINDOW_S = 4;
 const MIN_STEPS = 5;
 const MAX_STEPS = 50;
 const SLOW_SHARE = 0.05;
+/** A part of the delay as large as this tells whose it is; the rest may be the others' medians. */
+const EXPLAINED = 4;
 const MAX_LINES = 16;
 const MAX_POINTS = 2000;
 const MAX_TABLE_ROWS = 60;
@@ -74,9 +76,23 @@ export function verdict(store) {
     return { slot: null, name: "nobody", detail: `last comes ${ms(worst.lag)} ms after first`, sentence };
   }
   const seat = store.world?.seats.find((s) => s.slot === worst.slot);
-  const others = median(scores.slice(1).map((s) => median(s.times.data)));
-  const isData = median(worst.times.data) - others > worst.lag / 2;
+  /** @param {(times: Times) => number[]} part */
+  const longer = (part) =>
+    median(part(worst.times)) - median(scores.slice(1).map(({ times }) => median(part(times))));
+  const [data, computing] = [longer((t) => t.data), longer((t) => t.compute)];
+  const isData = data > worst.lag / 2;
   const asked = (seat?.slow_factor ?? 1) > 1;
+  if (!asked && data + computing < worst.lag / EXPLAINED) {
+    const late = `slot ${worst.slot} comes ${ms(worst.lag)} ms after the first`;
+    return {
+      slot: null,
+      name: "nobody alone",
+      detail: `${late}, but computes no longer`,
+      sentence:
+        `Though ${late} (${percent(worst.score)} of a step), neither its computing nor its data takes longer: ` +
+        "it waits for others within the step, as the first stage of a pipeline does.",
+    };
+  }
   const cause = asked ? `it was made ${seat?.slow_factor} times as slow` : isData ? "it waits for data" : "its computing takes longer";
   return {
     slot: worst.slot,

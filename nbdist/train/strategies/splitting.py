@@ -1,0 +1,183 @@
+"""From a model to the stages of a pipeline.
+
+A model is a row of blocks: an `nn.Sequential`, or a module whose `pipeline_blocks()` returns them,
+or whatever a function of the user's makes of it. Blocks next to each other are put together to
+stages, so that the costliest stage costs as little as may be. Every rank comes to the same stages
+by itself, so costs are counted and not measured: operations of a forward pass, on tensors without
+memory, and bytes. Runs in the engine's main thread.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from nbdist.train.checks import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Split = str | Sequence[int] | Sequence[str] | Callable[[nn.Module], Sequence[nn.Module]]
+"""How a model is cut: "auto", numbers of blocks, names of blocks, or a function to blocks."""
+BYTES_WEIGHT = 0.1
+"""What a block's share of all bytes counts, beside its share of all operations."""
+
+
+class Stage(nn.Module):
+    """Blocks that are applied one after the other, as `nn.Sequential` does."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, *received: Any) -> Any:
+        """What the last block returns; several tensors from the stage before are one tuple."""
+        value = received[0] if len(received) == 1 else received
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def check_split(split: Any) -> None:
+    """Raise TypeError or ValueError where it cannot be a way to cut a model."""
+    if isinstance(split, str):
+        if split != "auto":
+            raise ValueError(f'split is {split!r}; as a name there is only "auto"')
+        return
+    is_list = isinstance(split, Sequence) and len(split) > 0
+    if is_list and (_are_all(split, str) or (_are_all(split, int) and min(split) >= 1)):
+        return
+    if not callable(split):
+        raise TypeError(
+            f'split is {shown(split)}; it must be "auto", the number of blocks of each stage, the '
+            "names of the blocks in their order, or a function from the model to its blocks"
+        )
+
+
+def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
+    """The row of blocks that a model is."""
+    if callable(split):
+        blocks = list(split(model))
+        if not blocks or not _are_all(blocks, nn.Module):
+            raise TypeError(f"split(model) returned {shown(blocks)}; it must be a list of Modules")
+        return blocks
+    if not isinstance(split, str) and _are_all(split, str):
+        return [model.get_submodule(str(name)) for name in split]
+    own = getattr(type(model), "pipeline_blocks", None)
+    if own is not None:
+        return list(own(model))
+    if isinstance(model, nn.Sequential):
+        return list(model)
+    raise TypeError(
+        f"model is a {type(model).__name__}, and nothing says how to cut it: give an "
+        "nn.Sequential, or a method pipeline_blocks() that returns its blocks in order, or "
+        "split=the names of its blocks, or split=a function from the model to its blocks"
+    )
+
+
+def counts_of(
+    blocks: Sequence[nn.Module], num_stages: int, split: Split, sample: Callable[[], Any]
+) -> list[int]:
+    """How many blocks each stage has.
+
+    Args:
+        blocks: all, in order.
+        num_stages: how many stages.
+        split: as the user gave it.
+        sample: gives an input; asked for where costs are counted.
+    """
+    if not isinstance(split, str) and isinstance(split, Sequence) and _are_all(split, int):
+        counts = [int(num) for num in split]
+        if len(counts) != num_stages or sum(counts) != len(blocks):
+            raise ValueError(
+                f"split is {counts}, {len(counts)} stages of {sum(counts)} blocks together; there "
+                f"are stages={num_stages}, and the model has {len(blocks)} blocks"
+            )
+        return counts
+    if len(blocks) < num_stages:
+        raise ValueError(
+            f"stages is {num_stages}, and the model has {len(blocks)} blocks; a stage needs one"
+        )
+    if len(blocks) == num_stages:
+        return [1] * num_stages
+    return balance(costs_of(blocks, sample), num_stages)
+
+
+def cut(blocks: Sequence[nn.Module], counts: Sequence[int]) -> list[Stage]:
+    """The stages."""
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    return [Stage(blocks[start : start + num]) for start, num in zip(starts, counts, strict=True)]
+
+
+def balance(costs: Sequence[float], num_parts: int) -> list[int]:
+    """The lengths of so many parts of a row, none empty, whose costliest costs least."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: list[list[tuple[float, int]]] = [[(sums[end], 0) for end in range(len(sums))]]
+    for part in range(1, num_parts):
+        row = [(float("inf"), 0)] * (part + 1)
+        for end in range(part + 1, len(sums)):
+            options = ((max(best[-1][at][0], sums[end] - sums[at]), at) for at in range(part, end))
+            row.append(min(options))
+        best.append(row)
+    lengths, end = [], len(costs)
+    for row in reversed(best):
+        lengths.append(end - row[end][1])
+        end = row[end][1]
+    return lengths[::-1]
+
+
+def costs_of(blocks: Sequence[nn.Module], sample: Callable[[], Any]) -> list[float]:
+    """What each block costs, all together about one."""
+    num_bytes = [float(sum(p.nbytes for p in block.parameters())) for block in blocks]
+    operations = _operations(blocks, sample())
+    if sum(operations) == 0:
+        return _shares(num_bytes)
+    pairs = zip(_shares(operations), _shares(num_bytes), strict=True)
+    return [done + BYTES_WEIGHT * held for done, held in pairs]
+
+
+def _operations(blocks: Sequence[nn.Module], sample: Any) -> list[float]:
+    """Of a forward pass, block by block; all 0 where they cannot be run without memory."""
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - slow, and seldom wanted
+
+    value, counted = _without_memory(sample), []
+    try:
+        for block in blocks:
+            is_bare = all(p.is_meta for p in [*block.parameters(), *block.buffers()])
+            with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+                value = (block if is_bare else copy.deepcopy(block).to("meta"))(value)
+            counted.append(float(counter.get_total_flops()))
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        # What a user's block does with a tensor without values is not known; bytes are.
+        return [0.0] * len(blocks)
+    return counted
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, (list, tuple)):
+        return tuple(_without_memory(item) for item in value)
+    return value
+
+
+def _shares(costs: Sequence[float]) -> list[float]:
+    total = sum(costs)
+    return [cost / total if total else 1.0 for cost in costs]
+
+
+def _are_all(values: Any, kind: type) -> bool:
+    return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+
+
+def names_in(whole: nn.Module, part: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of names of parameters and buffers: within a part, and within the whole model."""
+    names = {id(t): n for n, t in [*whole.named_parameters(), *whole.named_buffers()]}
+    for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+        yield name, names[id(tensor)]

@@ -1,0 +1,109 @@
+"""A pipeline trains like any other strategy, and goes on when a stage is lost."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import training
+
+import nbdist
+
+CELL = """
+import torch
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+from nbdist.train import Evaluate, Pipeline, Trainer, bench_model
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(240, 64, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 10, (240,), generator=generator))
+
+def make(**more):
+    usual = dict(model=bench_model, data=data(), loss=functional.cross_entropy, global_batch=48)
+    usual |= dict(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), clip_norm=1.0)
+    return Trainer(**(usual | dict(strategy=Pipeline(2, "1f1b", 4, copy_every=5)) | more))
+
+trainer = make()
+"""
+
+
+def passed(run, step):
+    return len(run.history["step"]) >= step
+
+
+@pytest.mark.timeout(150)
+def test_a_stage_that_is_lost_comes_back(cluster, until):
+    """Each rank is killed in turn, at random moments: the curve is that of an undisturbed run, bit
+    for bit, and no more steps are done again than lie between two copies."""
+    engines, moment = cluster(2), random.Random(5)
+    engines.run(CELL)
+    run = engines.train("trainer", steps=1_000_000)
+    for number in range(4):
+        before, mark = engines.generation, len(run.history["step"]) + moment.randrange(7, 20)
+        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        time.sleep(moment.random() * 0.02)
+        engines.kill(number % 2)
+        engines.wait_healthy(30, after=before + 1)
+    mark = len(run.history["step"]) + 20
+    until(lambda: passed(run, mark), 20, "the run goes on")
+    run.stop()
+    num_steps = len(run.history["step"])
+    training.check_steps(run)
+    losses = training.undisturbed(engines, num_steps)
+    np.testing.assert_array_equal(run.history["loss"], losses)
+    assert len([i for i in run.incidents if i.kind == "lost"]) == 4
+    assert all(i.steps_repeated <= 6 for i in run.incidents), run.incidents
+
+
+@pytest.mark.timeout(90)
+def test_without_copies_a_lost_stage_ends_the_run(cluster, until):
+    """It never hangs and never trains on with other weights: the sentence says what was lost."""
+    engines = cluster(2)
+    engines.run(CELL)
+    engines.run("trainer = make(strategy=Pipeline(2, '1f1b', 4, copy_every=0))")
+    run = engines.train("trainer", steps=1_000_000)
+    until(lambda: passed(run, 5), 20, "the run goes on")
+    engines.kill(1)
+    with pytest.raises(nbdist.RecoveryFailed, match=r"stages \[1\] were lost with the weights"):
+        run.wait(40)
+    engines.wait_healthy(30)
+    assert set(engines.run("rank", once=True).values.values()) == {0, 1}
+
+
+LOOP = """
+for step in trainer.steps(80):
+    with step:
+        for batch in step.batches():
+            step.train(batch)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_an_own_loop_lives_through_a_loss(cluster, background, until):
+    """The newcomer goes into the same loop, and comes out of it with the others."""
+    engines = cluster(2)
+    engines.run(CELL)
+    cell = background(engines.run, LOOP)
+    until(lambda: engines.runs and passed(engines.runs[-1], 15), 20, "the cell trains")
+    engines.kill(1)
+    assert cell.result(40).outputs is not None
+    run = engines.runs[-1]
+    assert len(run.history["step"]) == 80
+    np.testing.assert_array_equal(run.history["loss"], training.undisturbed(engines, 80))
+
+
+@pytest.mark.timeout(90)
+def test_a_stage_that_is_lost_between_two_runs_comes_back(cluster):
+    """The next run begins with all ranks going back to their copies."""
+    engines = cluster(2)
+    engines.run(CELL)
+    first = engines.train("trainer", steps=18).wait(40).history["loss"]
+    before = engines.generation
+    engines.kill(1)
+    engines.wait_healthy(30, after=before + 1)
+    second = engines.train("trainer", steps=6).wait(40).history
+    assert second["step"].tolist() == list(range(18, 24))
+    losses = training.undisturbed(engines, 24)
+    np.testing.assert_array_equal(np.concatenate([first, second["loss"]]), losses)
