@@ -219,6 +219,20 @@ def test_empty_views_say_why(bare):
     assert page.page.locator(".nbdist-card-overlap").inner_text().endswith("nothing to sum")
 
 
+def test_who_comes_last_without_computing_longer_is_not_blamed(bare):
+    """As the first stage of a pipeline does, whose gradients come through all others."""
+    run = SyntheticRun(length_s=26.0)
+    steps = run.tables["steps"]
+    delays = (0.03 if slot == 0 else 0.0 for slot in steps["slot"])
+    steps["ready_at"] = [at + delay for at, delay in zip(steps["ready_at"], delays, strict=True)]
+    page = bare()
+    page.show(run.frame(25.0))
+    said = page.page.locator(".nbdist-throughput.nbdist-panel").inner_text()
+    assert "neither its computing nor its data takes longer" in said
+    assert "holds the others up" not in said
+    assert "nobody alone" in page.page.locator(".nbdist-card-slowest").inner_text()
+
+
 def test_after_a_zoom_all_can_be_seen_again(page):
     """The button Whole undoes a zoom."""
     loss = f"{VIEW}.shown.panels.find((p) => p.name === 'loss')"

@@ -312,6 +312,24 @@ def test_a_bucket_that_was_never_done_has_no_end(house, made_up):
     assert np.isnan(house.client.column("buckets.done_at")).all()
 
 
+def test_a_step_of_a_pipeline_has_spans_and_no_buckets(house, made_up):
+    """What stages compute is told; what they send is no gradient that is summed."""
+    house.begin()
+    house.order(SUBSCRIBE)
+    engine = made_up(0)
+    engine.now_ns = int(house.now * 1e9)
+    engine.ring.begin_step(0, 1)
+    for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        engine.put(Kind.RECEIVE, ident=2, value=64.0)
+        engine.spend(kind, 1, ident=2, value=1.0)
+        engine.put(Kind.SEND, ident=2, value=64.0)
+    house.collector.take(engine.batch(), 1)
+    house.wait(1)
+    assert house.client.column("spans.kind") == [3, 10, 11]
+    assert set(house.client.column("spans.ident")) == {2}
+    assert house.client.column("buckets.bucket") == []
+
+
 def test_telemetry_from_before_the_run_is_not_in_it(house, made_up):
     """A series goes on from run to run; a frame is about one."""
     house.train(made_up(0), steps=range(4))
