@@ -41,7 +41,7 @@ def test_a_kill_from_the_page_and_the_picture_at_the_end(cluster, until, monkeyp
     steps are seen, and then a picture takes the dashboard's place."""
     engines = cluster(2)
     engines.run(training.CELL)
-    run = engines.train("trainer", steps=400)
+    run = engines.train("trainer", steps=100_000)
     page = Page(run.dashboard("overview", "loss", "ranks"), monkeypatch)
     until(lambda: page.headers and page.headers[-1].run.step > 20, 20, "steps are seen")
     seat = page.headers[-1].world.seats[1]
@@ -55,8 +55,10 @@ def test_a_kill_from_the_page_and_the_picture_at_the_end(cluster, until, monkeyp
     until(lambda: page.answers(3)[-1] == "done", 20, "the run stands")
     assert run.state == "paused"
     page.say(type="order", id=4, action="resume")
+    page.say(type="order", id=5, action="stop_run")
     run.wait(60)
-    until(lambda: page.headers[-1].run.step == 400, 20, "the last step is seen")
+    last = run.num_committed
+    until(lambda: page.headers[-1].run.step == last, 20, "the last step is seen")
     until(lambda: page.pictures, 20, "a picture comes")
     assert len(page.pictures) == 1
     assert base64.b64decode(page.pictures[0]).startswith(b"\x89PNG")
