@@ -71,6 +71,31 @@ def lanes(story: RunStory, name: str) -> Lanes:
     return _sync(story) if name == "sync" else _membership(story)
 
 
+def newest_sync(buckets: Table, spans: Table) -> tuple[int, Table, Table]:
+    """Buckets and spans of the newest attempt at a step that all its slots have summed, and which.
+
+    Of the last one of a run some slots may not have told all; where there is no other, it is taken.
+
+    Args:
+        buckets: rows of that table, oldest first; at least one.
+        spans: of that one.
+    """
+    names = ("step", "generation", "attempt")
+
+    def parts(key: tuple[float, ...]) -> tuple[Table, Table]:
+        chosen = dict(zip(names, key, strict=True))
+        return _of(buckets, chosen), _of(spans, chosen)
+
+    keys = list(dict.fromkeys(zip(*(buckets[name].tolist() for name in names), strict=True)))
+    key = next((key for key in reversed(keys) if _is_summed(*parts(key))), keys[-1])
+    return int(key[0]), *parts(key)
+
+
+def _is_summed(buckets: Table, spans: Table) -> bool:
+    silent = set(spans["slot"].tolist()) - set(buckets["slot"].tolist()) if spans else set()
+    return not silent and bool(np.isfinite(buckets["done_at"]).all())
+
+
 def _sync(story: RunStory) -> Lanes:
     unit, buckets = "ms since the step began", story.tables.get("buckets")
     if buckets is None or not len(buckets["step"]):
@@ -79,8 +104,7 @@ def _sync(story: RunStory) -> Lanes:
             "or the model is cut into stages, or what was told of them is not kept."
         )
         return Lanes(unit=unit, sentence=sentence)
-    last = {name: buckets[name][-1] for name in ("step", "generation", "attempt")}
-    buckets, spans = _of(buckets, last), _of(story.tables.get("spans", {}), last)
+    last, buckets, spans = newest_sync(buckets, story.tables.get("spans", {}))
     starts = [buckets["launch_at"], *([spans["began_at"]] if spans else [])]
     zero = float(np.nanmin(np.concatenate(starts)))
     slots = np.unique(buckets["slot"]).astype(int).tolist()
@@ -94,7 +118,7 @@ def _sync(story: RunStory) -> Lanes:
     first, end = float(np.nanmin(buckets["ready_at"])), float(np.nanmax(buckets["done_at"]))
     num = len(np.unique(buckets["bucket"]))
     sentence = (
-        f"Gradient sync of step {int(last['step'])}: {num} {'bucket' if num == 1 else 'buckets'} "
+        f"Gradient sync of step {last}: {num} {'bucket' if num == 1 else 'buckets'} "
         f"on {len(slots)} slots, {(end - first) * 1000:.1f} ms from the first that was ready to "
         "the last sum. Above computing, below communication."
     )
@@ -167,7 +191,7 @@ def _names(slots: list[int]) -> tuple[str, ...]:
     return tuple(f"slot {slot}" for slot in slots)
 
 
-def _of(table: Table, key: dict[str, np.generic]) -> Table:
+def _of(table: Table, key: dict[str, float]) -> Table:
     """The rows of one attempt at a step."""
     if not table:
         return {}

@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from nbdist.protocol import frames as fr
 from nbdist.views import palette
+from nbdist.views.lanes import newest_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -222,12 +223,12 @@ def _draw_sync(sheet: _Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
         why = "no bucket of gradients was summed, or none is kept"
         _draw_nothing(sheet, box, "When is each bucket summed?", why)
         return
-    last = {name: buckets[name][-1] for name in ("step", "generation", "attempt")}
-    bars = _bars(_of(buckets, last), "launch_at", "done_at")
-    if "spans" in tables:
-        bars = _bars(_of(tables["spans"], last), "began_at", "ended_at") + bars
+    step, buckets, spans = newest_sync(buckets, tables.get("spans", {}))
+    bars = _bars(buckets, "launch_at", "done_at")
+    if spans:
+        bars = _bars(spans, "began_at", "ended_at") + bars
     zero, end = min(bar.began_at for bar in bars), max(bar.ended_at for bar in bars)
-    title = f"When is each bucket summed? Step {int(last['step'])}"
+    title = f"When is each bucket summed? Step {step}"
     across = (0.0, (end - zero) * 1000)
     axes = _Axes(sheet, box, title, x=across, y=(0, 1), unit="ms")
     slots = sorted({bar.slot for bar in bars})[:_MAX_LANES]
@@ -348,11 +349,3 @@ def _draw_nothing(sheet: _Sheet, box: Box, title: str, why: str) -> None:
     sheet.text(box[0] + 10, box[1] + 15, title, size=13)
     middle = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
     sheet.text(*middle, why, colour=palette.MUTED, anchor="mm")
-
-
-def _of(table: fr.Table, key: dict[str, np.generic]) -> fr.Table:
-    """The rows of one attempt at a step."""
-    chosen = np.ones(len(table["step"]), bool)
-    for name, value in key.items():
-        chosen &= table[name] == value
-    return {column: values[chosen] for column, values in table.items()}

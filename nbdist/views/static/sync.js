@@ -39,6 +39,10 @@ class Part {
     return Math.min(...starts);
   }
 
+  get isSummed() {
+    return this.buckets.length > 0 && this.buckets.every((bucket) => Number.isFinite(bucket.to));
+  }
+
   /** Communication, how much of it the slot's own computing hid, and what was left. */
   measure() {
     const sums = union(this.buckets.map((b) => /** @type {Interval} */ ([b.from, b.to])));
@@ -96,7 +100,9 @@ export function attempts(store) {
       to: spans.get("ended_at")[i],
     });
   }
-  return [...found.values()];
+  const all = [...found.values()];
+  const whole = all.filter((entry) => [...entry.slots.values()].every((its) => its.isSummed));
+  return whole.length ? whole : all; // of the last one of a run some slots may not have told all
 }
 
 /** Over the last steps and all slots: the share of communication that was hidden. @param {Store} store */
