@@ -225,7 +225,8 @@ def _rendered(headline: str, errors: Mapping[int, NbdistError], notes: Sequence[
     """The lines of an error of several ranks."""
     folded: dict[tuple[str, ...], list[int]] = {}
     for rank, error in errors.items():
-        lines = error.traceback if isinstance(error, RankError) else [str(error)]
+        lines = error.traceback if isinstance(error, RankError) else []
+        lines = lines or [str(error)]  # an interrupted rank has none
         folded.setdefault(tuple(lines), []).append(rank)
     out = [headline]
     for traceback, ranks in folded.items():

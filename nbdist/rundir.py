@@ -121,6 +121,11 @@ class Surroundings:
         os.chdir(self.cwd)
 
 
+def log_mark(pid: int) -> str:
+    """With this line the part of a process in its slot's log begins; others were there before."""
+    return f"---- process {pid} ----"
+
+
 @dataclass(frozen=True)
 class RunDir:
     """One cluster's directory."""

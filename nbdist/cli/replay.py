@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.cli.incidents import incident_table
+from nbdist.errors import FileUnwritable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -29,6 +30,8 @@ def run(options: Namespace) -> int:
     from nbdist.supervisor.replay import read
 
     replay = read(options.record)
+    if options.report is not None and options.report.resolve() == options.record.resolve():
+        raise FileUnwritable(f"{options.report} is the record itself; name another file")
     print(f"{replay.header.title}, begun {replay.header.started}")
     for line in lines(replay):
         print(line)

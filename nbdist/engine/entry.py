@@ -37,6 +37,7 @@ from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
 from nbdist.protocol import values
 from nbdist.protocol.ids import EngineId, Generation, Slot
+from nbdist.rundir import log_mark
 
 if TYPE_CHECKING:
     from nbdist.rundir import RunDir
@@ -356,6 +357,7 @@ def _drop(_message: dict[str, Any]) -> None:
 
 def main(rundir: RunDir, slot: int, num_threads: int) -> int:
     """Be the engine of a slot until ordered to end; the process's exit code."""
+    open_log().write(f"{log_mark(os.getpid())}\n")
     handler = logging.StreamHandler(open_log())
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     ours = logging.getLogger("nbdist")  # the root logger is the user's

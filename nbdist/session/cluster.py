@@ -18,7 +18,7 @@ from nbdist.errors import (
     NotStarted,
     StartFailed,
 )
-from nbdist.gpus import default_num_engines, own_use
+from nbdist.gpus import own_use
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
 from nbdist.protocol import orders as od
@@ -32,6 +32,7 @@ from nbdist.session.status import (
     RankStatus,
     check_cell,
     chosen_ranks,
+    crowding,
     is_healthy,
     log_ends,
     rank_status,
@@ -68,7 +69,6 @@ class Cluster:
         self._changed = threading.Condition()
         self._view: od.WorldView | None = None
         self._client = EngineClient(rundir.connection_file("client"))
-        self._warnings: list[str] = []
         self._is_shut_down = False
         self._link = Link(
             rundir, notice=self._hear, open_cells=self._open_cells, lost=self._world_gone
@@ -109,7 +109,7 @@ class Cluster:
     @property
     def warnings(self) -> list[str]:
         """What the user should know about how this cluster runs."""
-        return [*self._seen.notes, *self._warnings, *own_use()]
+        return [*self._seen.notes, *crowding(self._seen.size, self.config.num_engines), *own_use()]
 
     @property
     def logs(self) -> Path:
@@ -259,9 +259,6 @@ class Cluster:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
             raise ValueError(f"size={size!r}: an integer, at least 1")
         size = operator.index(size)
-        cores = default_num_engines()
-        if size > max(cores, self.config.num_engines):
-            self._warnings.append(f"{size} engines share {cores} CPU cores or GPUs")
         self._ask(od.Scale(size=size), self.config.start_timeout_s + 30.0)
 
     def wait_healthy(self, timeout: float = 30.0, after: int | None = None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import RecoveryFailed, TargetError, WrongState
+from nbdist.gpus import default_num_engines
 
 if TYPE_CHECKING:
     from nbdist.protocol import orders as od
@@ -86,6 +87,13 @@ def is_healthy(view: od.WorldView, after: int | None) -> bool:
         how = f"%dist_scale {view.size} fills it" if len(empty) == 1 else "%dist_scale fills them"
         raise WrongState(f"{', '.join(empty)}: left empty, as policy shrink wants it; {how}")
     return view.healthy and (after is None or view.membership.generation > after)
+
+
+def crowding(size: int, num_asked: int) -> list[str]:
+    """A warning where a cluster of `num_asked` has grown to more engines than there are cores."""
+    cores = default_num_engines()
+    too_many = size > max(cores, num_asked)
+    return [f"{size} engines share {cores} CPU cores or GPUs"] if too_many else []
 
 
 def _in_short(activity: str) -> str:

@@ -23,7 +23,7 @@ from nbdist.protocol import events as ev
 from nbdist.protocol import forks, wire
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
-from nbdist.rundir import Owner, RunDir
+from nbdist.rundir import Owner, RunDir, log_mark
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor.changes import Changes
 from nbdist.supervisor.collector import Collector
@@ -305,7 +305,7 @@ class Loop:
                 self._signal(pid, signal.SIGKILL)
             case do.Notify(notice):
                 if isinstance(notice, od.EngineLost):
-                    lines = self._last_lines(notice.slot)
+                    lines = self._last_lines(notice.slot, notice.pid)
                     notice = msgspec.structs.replace(notice, last_lines=lines)
                 self._desk.tell_kernels(notice)
             case do.ForgetCell(cell):
@@ -363,11 +363,12 @@ class Loop:
             self._ledger.append(view)
             self._desk.tell_kernels(view)
 
-    def _last_lines(self, slot: Slot) -> tuple[str, ...]:
+    def _last_lines(self, slot: Slot, pid: int) -> tuple[str, ...]:
         try:
             with self._rundir.log(f"slot-{slot}").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_END_BYTES))
-                return last_words(file.read().decode(errors="replace"))
+                text = file.read().decode(errors="replace")
+                return last_words(text.rpartition(f"{log_mark(pid)}\n")[2])
         except OSError:
             return ()
 

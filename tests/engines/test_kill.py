@@ -496,3 +496,17 @@ def test_a_cell_that_kills_who_replays_it(cluster):
         lacks = engines.status()[1].not_restored
         assert list(lacks) == ["cell 'import os, signal'"]
         assert "replayed no more" in lacks["cell 'import os, signal'"]
+
+
+def test_the_last_words_are_those_of_the_engine_that_died(cluster):
+    """A slot's log goes on with the next engine; what the one before said is not quoted."""
+    engines = cluster(2)
+    engines.run("print('the first')", ranks=1, once=True)
+    generation = engines.generation
+    engines.kill(1)
+    engines.wait_healthy(30, after=generation)
+    with pytest.raises(nbdist.EngineDied) as died:
+        engines.run("print('the second')\nimport os\nos._exit(3)", ranks=1, once=True)
+    text = "\n".join(died.value.last_lines)
+    assert "the second" in text
+    assert "the first" not in text

@@ -290,7 +290,7 @@ class View {
   }
 
   get isOver() {
-    return this.shown?.isOver ?? false;
+    return this.shown?.isOver ?? this.waiting.some((frame) => !frame.header.is_live);
   }
 
   /** Say how old the data is. */
