@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CellFailed",
     "CellInterrupted",
+    "CheckpointUnreadable",
     "EngineDied",
     "FileUnwritable",
     "GroupGone",
@@ -24,6 +25,7 @@ __all__ = [
     "RecordUnreadable",
     "RecoveryFailed",
     "RunEnded",
+    "SaveAbandoned",
     "StartFailed",
     "TargetError",
     "WrongState",
@@ -82,6 +84,17 @@ class RecordUnreadable(NbdistError, ValueError):
 
 class FileUnwritable(NbdistError, OSError):
     """A file that was to be written and cannot be; the message says which, and why."""
+
+
+class CheckpointUnreadable(NbdistError, ValueError):
+    """There is no checkpoint that could be loaded, or it does not fit; the message says why."""
+
+
+class SaveAbandoned(NbdistError):
+    """A checkpoint came to nothing, for instance because an engine was lost while it wrote.
+
+    Earlier ones are as they were, and so is the training.
+    """
 
 
 class RankError(NbdistError):
@@ -215,7 +228,8 @@ def named_error(kind: str, message: str) -> NbdistError:
     what the user's code raised on an engine, becomes a part of the message.
     """
     orders = (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed)
-    for cls in (*orders, GroupGone, RunEnded, CellFailed, NbdistError):
+    others = (GroupGone, RunEnded, CellFailed, FileUnwritable, SaveAbandoned, NbdistError)
+    for cls in (*orders, *others):
         if cls.__name__ == kind:
             return cls(message)
     return NbdistError(f"{kind}: {message}")

@@ -62,12 +62,17 @@ def check(state: State) -> None:
     parts |= {"the optimizer": state.optimizer, "the scheduler": state.scheduler}
     for what, obj in parts.items():
         try:
-            values.pack(_map(obj.state_dict() if obj is not None else None, torch.Tensor, _no))
+            values.pack(without_tensors(obj.state_dict() if obj is not None else None))
         except Exception as error:
             raise TypeError(
                 f"{what} cannot be handed over to a rank that joins: its state_dict() cannot be "
                 f"taken and packed: {type(error).__name__}: {error}"
             ) from error
+
+
+def without_tensors(value: Any) -> Any:
+    """The same nested value with None for each tensor: tensors can be packed and read again."""
+    return _map(value, torch.Tensor, _no)
 
 
 def _no(_tensor: torch.Tensor) -> None:
@@ -138,8 +143,13 @@ class Whole:
         load(self._state, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
-def load(state: State, loaded: dict[str, Any]) -> None:
+def load(state: State, loaded: dict[str, Any], *, is_other: bool = False) -> None:
     """Have the parts of a state, as `whole` gives them.
+
+    Args:
+        state: what they are loaded into.
+        loaded: the parts.
+        is_other: they are none that the ranks of this training have come to: all ranks load them.
 
     Raises:
         ValueError: it is the state of another model, or has other parts.
@@ -155,7 +165,10 @@ def load(state: State, loaded: dict[str, Any]) -> None:
         state.scheduler.load_state_dict(loaded["scheduler"])
     for name, obj in state.registered.items():
         obj.load_state_dict(_own(loaded["registered"][name]))
-    _tell_exchange(state, loaded["counters"])
+    if is_other:
+        state.exchange.restart()
+    else:
+        _tell_exchange(state, loaded["counters"])
     for name, value in loaded["counters"].items():
         setattr(state, name, value)
     state.attempt, state.committed_at, state.evaluated = 0, None, None

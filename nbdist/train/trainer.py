@@ -7,17 +7,20 @@ communication.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist import checkpoints
 from nbdist.engine import runs
 from nbdist.errors import WrongState
-from nbdist.train import loop, snapshot
+from nbdist.train import checkpoint, loop, resume, snapshot
 from nbdist.train.ports import Rows, SoloPort
 from nbdist.train.recipe import Precision, Recipe
 from nbdist.train.state import State
 from nbdist.train.strategies import DataParallel, Strategy
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
@@ -235,6 +238,59 @@ class Trainer:
     def parameter_digest(self) -> str:
         """Of the parameters; equal on all ranks between steps."""
         return snapshot.parameter_digest(self._state)
+
+    # ---- checkpoints
+
+    def save(self, path: str | os.PathLike[str], *, keep: int | None = None) -> Path | None:
+        """Write a checkpoint, in a script: the folder of it under `path`.
+
+        In a group, rank 0 writes, and the others return None. On engines, `cluster.save` and
+        %dist_save do it.
+
+        Args:
+            path: the folder for checkpoints.
+            keep: so many of the newest stay, 2 or more; None: all.
+
+        Raises:
+            WrongState: nothing is trained yet, or each rank holds something of its own.
+            FileUnwritable: it cannot be written; earlier checkpoints are as they were.
+        """
+        if runs.present() is not None:
+            raise WrongState("on engines, cluster.save(path) or %dist_save PATH saves a trainer")
+        found = checkpoint.save(self._state, Path(path), keep)
+        return None if found is None else found.path
+
+    def load(self, path: str | os.PathLike[str]) -> list[str]:
+        """Go on from the newest checkpoint that is whole, of any number of ranks and any strategy.
+
+        Every rank calls this. Returns, in words, what does not go on as it was.
+
+        Args:
+            path: the folder for checkpoints, or one of them.
+
+        Raises:
+            CheckpointUnreadable: there is none, or it is of another model; nothing has changed.
+            WrongState: a step is going on.
+        """
+        loaded = self.read(checkpoints.newest(Path(path)).path)
+        self.take(loaded)
+        return loaded.notes
+
+    def part(self, rank: int, num_ranks: int) -> checkpoint.Part:
+        """What this rank is to write of a checkpoint, as it is now."""
+        return checkpoint.Part(self._state, rank, num_ranks)
+
+    def read(self, folder: Path) -> resume.Loaded:
+        """Read what this rank holds of one checkpoint; changes nothing."""
+        return resume.read(self._state, folder)
+
+    def take(self, loaded: resume.Loaded) -> None:
+        """Have a state that was read. Every rank does it, or none."""
+        if self._state.is_in_step:
+            raise WrongState(
+                "a checkpoint cannot be loaded inside `with step:`; do it before the loop"
+            )
+        resume.take(self._state, loaded)
 
     def owned(self) -> list[object]:
         """What the trainer carries: a rank that joins is given these through it."""

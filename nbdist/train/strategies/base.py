@@ -195,6 +195,9 @@ class Exchange(Protocol):
     def forget(self) -> None:
         """Parameters of another step were loaded: nothing of earlier steps is of use."""
 
+    def restart(self) -> None:
+        """A checkpoint was loaded, on all ranks: nothing that was kept of any step is of use."""
+
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor on the CPU over all ranks, in place; blocks."""
 

@@ -102,6 +102,11 @@ class Copies:
         self._own = {at: data for at, data in self._own.items() if at <= step}
         self._left = {at: data for at, data in self._left.items() if at <= step}
 
+    @property
+    def num_kept(self) -> int:
+        """Steps of which there are copies; the same on all ranks between two losses."""
+        return len(self._own)
+
     def has(self, step: int) -> bool:
         """Whether copies of a step were made."""
         return step in self._own

@@ -215,6 +215,10 @@ class Replicas:
         if self._courier is not None:
             self._courier.codec.residual.forget()
 
+    def restart(self) -> None:
+        """Nor has a rank sent less than it should have."""
+        self.forget()
+
     def sum_vote(self, vote: list[float]) -> list[float]:
         """Sum a vote over all ranks."""
         tensor = torch.tensor(vote, dtype=torch.float64)

@@ -151,7 +151,8 @@ class Stages:
             take_from_first(tensor)
             has_changed = True
         is_due = bool(self._copy_every) and keeper.step % self._copy_every == 0
-        if self._copy_every and (is_new or (is_due and not self._copies.has(keeper.step))):
+        is_due = is_due and not self._copies.has(keeper.step)
+        if self._copy_every and (is_new or is_due or not self._copies.num_kept):
             self._copies.renew(keeper)
         return has_changed
 
@@ -306,6 +307,11 @@ class Stages:
 
     def forget(self) -> None:
         """Nothing is kept of earlier steps but whole copies, which are right for theirs."""
+
+    def restart(self) -> None:
+        """Copies of a training that is given up are of no use; new ones are made at once."""
+        layout = self._held.layout
+        self._copies = Copies(layout.rank, layout.num_ranks)
 
     def planned(self) -> dict[int, list[str]]:
         """In which order each rank computes, as "2F0"; empty before the first step in a group."""

@@ -1,0 +1,214 @@
+"""A trainer's state on disk: what each rank writes. How it is read again: `train.resume`.
+
+A rank copies what it is to write at a step boundary (`Part`), and a thread writes the copies while
+training goes on; neither does any communication. Everything is kept by the names of the model's
+parameters, so it can be read by other numbers of ranks, and with another strategy. Copying runs in
+the engine's main thread.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist import checkpoints
+from nbdist.errors import WrongState
+from nbdist.train import snapshot, tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from nbdist.train.state import State
+
+REST = "rest.pt"
+"""What is no tensor of the model or its optimizer; read with `weights_only`."""
+
+
+class Part:
+    """What one rank writes, as it is now.
+
+    Args:
+        state: the trainer's.
+        rank: this one.
+        num_ranks: that write.
+
+    Raises:
+        WrongState: nothing is trained yet.
+        TypeError: something has a state that could not be read without running code.
+    """
+
+    def __init__(self, state: State, rank: int, num_ranks: int) -> None:
+        if state.step == 0:
+            raise WrongState(
+                "nothing is trained yet, and before the first step the ranks' weights may differ: "
+                "train a step, then save"
+            )
+        self.rank, self.step = rank, state.step
+        is_replicated = state.recipe.strategy.is_replicated
+        module, optimizer = state.module, state.optimizer
+        named = dict(module.named_parameters())
+        buffers = dict(module.named_buffers())
+        parameters = named
+        if is_replicated:  # each writes a share of what all hold
+            parameters = _share(named, rank, num_ranks)
+            buffers = _share(buffers, rank, num_ranks)
+        found: dict[str, Tensor] = {}
+        found |= {f"parameters/{name}": tensor for name, tensor in parameters.items()}
+        found |= {f"buffers/{name}": tensor for name, tensor in buffers.items()}
+        states = {}
+        for name, parameter in parameters.items():
+            own = optimizer.state.get(parameter, {})
+            of_torch = {key for key, value in own.items() if isinstance(value, torch.Tensor)}
+            found |= {f"optimizer/{name}/{key}": own[key] for key in of_torch}
+            states[name] = {
+                "tensors": sorted(of_torch),
+                "others": {key: value for key, value in own.items() if key not in of_torch},
+            }
+        rest: dict[str, Any] = {
+            "counters": {name: getattr(state, name) for name in snapshot.COUNTERS},
+            "sampling": sampling_of(state),
+            "parameters": sorted(named),
+            "optimizer": type(optimizer).__name__,
+            "groups": _groups(named, optimizer),
+            "states": states,
+        }
+        if rank == 0 or not is_replicated:
+            rest["scheduler"] = state.scheduler.state_dict() if state.scheduler else None
+            rest["registered"] = {n: obj.state_dict() for n, obj in state.registered.items()}
+        self._rest = _packed(rest)
+        self._tensors = {key: _copy(tensor) for key, tensor in found.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copies."""
+        return len(self._rest) + sum(t.nbytes for t in self._tensors.values())
+
+    def write(self, partial: Path) -> None:
+        """Write it into the folder of a checkpoint, and leave the receipt.
+
+        From any thread.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        name = checkpoints.part_name(self.rank)
+        folder = partial / name
+        folder.mkdir()
+        (folder / REST).write_bytes(self._rest)
+        tensors.write(folder, self._tensors)
+        checkpoints.acknowledge(partial, name)
+
+
+def save(state: State, path: Path, keep: int | None) -> checkpoints.Found | None:
+    """Write a whole checkpoint without a supervisor: rank 0 does, the others write nothing.
+
+    Raises:
+        WrongState: nothing is trained yet, or each rank holds something of its own.
+        FileUnwritable: it cannot be written.
+    """
+    checkpoints.check_kept(keep)
+    has_group = dist.is_available() and dist.is_initialized()
+    if has_group and dist.get_world_size() > 1 and not state.recipe.strategy.is_replicated:
+        raise WrongState(
+            f"each rank holds a part of its own ({state.recipe.strategy!r}), and without a "
+            "supervisor nobody sees that all of them are written: save with cluster.save(path)"
+        )
+    if has_group and dist.get_rank() > 0:
+        return None
+    part = Part(state, 0, 1)
+    with checkpoints.telling(path):
+        partial = checkpoints.begin(path, step=part.step, generation=0)
+        try:
+            part.write(partial)
+            names = [checkpoints.part_name(0)]
+            return checkpoints.commit(partial, names, step=part.step, generation=0, keep=keep)
+        finally:
+            checkpoints.discard(partial)  # where it has its name, nothing is there any more
+
+
+# ---- what is written
+
+
+def _share(named: Mapping[str, Tensor], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Of what all ranks hold this one's share, by bytes; the same cut on all of them."""
+    loads, mine = [0] * num_ranks, set()
+    for name in sorted(named, key=lambda name: (-named[name].nbytes, name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += named[name].nbytes
+        if lightest == rank:
+            mine.add(name)
+    return {name: tensor for name, tensor in named.items() if name in mine}
+
+
+def _groups(named: dict[str, nn.Parameter], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups: names of parameters, and the settings that they share."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    return [
+        {
+            "names": [names[id(parameter)] for parameter in group["params"]],
+            "settings": {k: v for k, v in group.items() if k not in _OF_GROUPS},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+_OF_GROUPS = ("params", "param_names")
+"""Of a group what says which parameters are in it."""
+
+
+def sampling_of(state: State) -> dict[str, Any]:
+    """What the order of samples, and everything random, follows from beside the step."""
+    recipe = state.recipe
+    return {
+        "seed": recipe.seed,
+        "global_batch": recipe.global_batch,
+        "tail": recipe.tail,
+        "num_samples": state.sampling.num_samples,
+    }
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """In the memory of this process, whatever becomes of the original."""
+    plain = tensor.detach()
+    return plain.clone() if plain.device.type == "cpu" else plain.cpu()
+
+
+def _packed(rest: dict[str, Any]) -> bytes:
+    """As torch writes it; sees that it can be read again without running anything of it."""
+    users = {f"register({n!r}, …)": s for n, s in (rest.get("registered") or {}).items()}
+    parts = {
+        "the optimizer": [rest["groups"], rest["states"]],
+        "the scheduler": rest.get("scheduler"),
+    }
+    for what, part in (parts | users).items():
+        try:
+            unpack(_pack(snapshot.without_tensors(part)))
+        except Exception as error:
+            raise TypeError(
+                f"{what}: its state_dict() cannot be kept in a checkpoint, of which nothing is "
+                f"unpickled: {first_line(error)}. Numbers, strings, tensors, lists and dicts can"
+            ) from error
+    return _pack(rest)
+
+
+def _pack(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """A value again; nothing in the bytes is run."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What torch says has many."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,192 @@
+"""A trainer's state read again from disk, by any number of ranks and with any strategy.
+
+Each rank reads what it holds of the model, wherever it was written. Reading changes nothing; what
+was read is taken over in a second call, so that all ranks do it or none. Runs in the engine's main
+thread; does no communication.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nbdist import checkpoints
+from nbdist.errors import CheckpointUnreadable
+from nbdist.train import snapshot, tensors
+from nbdist.train.checkpoint import REST, first_line, sampling_of, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from nbdist.train.state import State
+
+MAX_NAMED = 8
+"""Names in a message."""
+
+
+class Loaded(NamedTuple):
+    """A state that was read, and fits a trainer; it is not the trainer's yet."""
+
+    parts: dict[str, Any]
+    """As `snapshot.whole` gives them."""
+    notes: list[str]
+    """What does not go on as it was."""
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        step: int = self.parts["counters"]["step"]
+        return step
+
+
+def read(state: State, folder: Path) -> Loaded:
+    """Read of a checkpoint what this rank holds; changes nothing.
+
+    Args:
+        state: the trainer's.
+        folder: a checkpoint that is whole.
+
+    Raises:
+        CheckpointUnreadable: it is of another model or optimizer, or lacks something.
+    """
+    manifest = checkpoints.read_manifest(folder)
+    rests = [_unpacked(folder / part / REST) for part in manifest.parts]
+    steps = {rest["counters"]["step"] for rest in rests}
+    if steps != {manifest.step}:
+        raise CheckpointUnreadable(f"{folder} has parts of steps {sorted(steps)}; it is of no use")
+    index = tensors.Index(folder, manifest.parts)
+    named = dict(state.module.named_parameters())
+    buffers = dict(state.module.named_buffers())
+    _check_names(state, folder, index, rests)
+    own = _own_part(rests, named)
+    targets = {
+        f"parameters/{name}": index.empty(f"parameters/{name}", t) for name, t in named.items()
+    }
+    targets |= {f"buffers/{name}": index.empty(f"buffers/{name}", t) for name, t in buffers.items()}
+    states = {name: found for rest in rests for name, found in rest["states"].items()}
+    for name, parameter in named.items():
+        for key in states[name]["tensors"]:
+            full = f"optimizer/{name}/{key}"
+            targets[full] = index.empty(full, parameter)
+    index.read(targets)
+    for name, found in states.items():
+        found["all"] = dict(found["others"])
+        if name in named:
+            found["all"] |= {k: targets[f"optimizer/{name}/{k}"] for k in found["tensors"]}
+    parts = {
+        "counters": rests[0]["counters"],
+        "parameters": {name: targets[f"parameters/{name}"] for name in named},
+        "buffers": {name: targets[f"buffers/{name}"] for name in buffers},
+        "optimizer": _optimizer(state, rests, states),
+        "scheduler": own["scheduler"],
+        "registered": own["registered"],
+    }
+    return Loaded(parts, _notes(state, rests[0]["sampling"]))
+
+
+def take(state: State, loaded: Loaded) -> None:
+    """Have a state that was read. Every rank does it, or none."""
+    snapshot.load(state, loaded.parts, is_other=True)
+    state.loader.forget()
+    state.settled_in = None
+
+
+def _unpacked(file: Path) -> dict[str, Any]:
+    try:
+        rest: dict[str, Any] = unpack(file.read_bytes())
+    except Exception as error:
+        raise CheckpointUnreadable(f"{file} cannot be read: {first_line(error)}") from error
+    return rest
+
+
+def _own_part(rests: list[dict[str, Any]], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Where ranks had registered something of their own: that of the rank that held the same."""
+    having = [rest for rest in rests if "registered" in rest]
+    same = [rest for rest in having if rest["parameters"] == sorted(named)]
+    return (same or having)[0]
+
+
+def _check_names(
+    state: State, folder: Path, index: tensors.Index, rests: list[dict[str, Any]]
+) -> None:
+    """Raise CheckpointUnreadable where the checkpoint is of something else than this trainer."""
+    here: dict[str, Tensor] = {
+        f"parameters/{name}": t for name, t in state.module.named_parameters()
+    }
+    here |= {f"buffers/{name}": t for name, t in state.module.named_buffers()}
+    faults = []
+    if missing := [key for key in here if key not in index]:
+        faults.append(f"lacks {_list(missing)}")
+    there = {f"parameters/{name}" for rest in rests for name in rest["parameters"]}
+    surplus = sorted(there - set(here)) if state.recipe.strategy.is_replicated else []
+    if surplus:
+        faults.append(f"has {_list(surplus)}, which this trainer's model has not")
+    shapes = [
+        f"{key} {index.shape(key)} instead of {tuple(tensor.shape)}"
+        for key, tensor in here.items()
+        if key in index and index.shape(key) != tuple(tensor.shape)
+    ]
+    if shapes:
+        faults.append(f"has other shapes: {_list(shapes)}")
+    if (kind := rests[0]["optimizer"]) != type(state.optimizer).__name__:
+        faults.append(
+            f"has the state of {kind}, and the optimizer is {type(state.optimizer).__name__}"
+        )
+    own = _own_part(rests, dict(state.module.named_parameters()))
+    differing = sorted(set(own["registered"]) ^ set(state.registered))
+    if differing:
+        faults.append(f"and the trainer differ in what was registered: {_list(differing)}")
+    if (own["scheduler"] is None) != (state.scheduler is None):
+        faults.append("and the trainer differ: only one of them has a scheduler")
+    if faults:
+        raise CheckpointUnreadable(
+            f"{folder} does not fit this trainer: it {'; it '.join(faults)}. Make the trainer as "
+            "it was made when it was saved; its strategy may be another"
+        )
+
+
+def _optimizer(
+    state: State, rests: list[dict[str, Any]], states: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The state of this rank's optimizer, as it loads it."""
+    optimizer = state.optimizer
+    settings = {
+        name: group["settings"]
+        for rest in rests
+        for group in rest["groups"]
+        for name in group["names"]
+    }
+    names = {id(parameter): name for name, parameter in state.module.named_parameters()}
+    packed = optimizer.state_dict()
+    loaded: dict[str, Any] = {"state": {}, "param_groups": []}
+    for live, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        its = [names[id(parameter)] for parameter in live["params"]]
+        if len({repr(settings[name]) for name in its}) > 1:
+            raise CheckpointUnreadable(
+                f"a parameter group of the optimizer holds {_list(its)}, which had different "
+                "settings when they were saved. Make the groups as they were made then"
+            )
+        loaded["param_groups"].append(group | (settings[its[0]] if its else {}))
+        for number, name in zip(group["params"], its, strict=True):
+            if states[name]["all"]:
+                loaded["state"][number] = states[name]["all"]
+    return loaded
+
+
+def _notes(state: State, saved: dict[str, Any]) -> list[str]:
+    """In words, what makes the samples to come others than they would have been."""
+    here = sampling_of(state)
+    return [
+        f"{name} is {here[name]} here and was {saved[name]} when it was saved: the samples to come "
+        "are others than they would have been"
+        for name in here
+        if here[name] != saved[name]
+    ]
+
+
+def _list(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - MAX_NAMED} more" if len(shown) > MAX_NAMED else ""
+    return ", ".join(name.removeprefix("parameters/") for name in shown[:MAX_NAMED]) + more
