@@ -49,7 +49,7 @@ demo: setup ## set up, then run the main job: train on 4 engines, kill one, stop
 	$(BIN)/nbdist demo
 
 test: setup test-unit ## set up, then run what CI runs: unit, training, engines, fast faults, notebooks, browser
-	$(PYTEST) tests/train
+	$(PYTEST) tests/train -m "not slow"
 	$(PYTEST) tests/engines -m "not slow"
 	$(call suite,faults,the fault matrix,-m 'not slow')
 	@$(MAKE) --no-print-directory test-notebooks test-ui

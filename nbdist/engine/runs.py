@@ -256,6 +256,29 @@ class Runs:
         port = self.port
         return port.spec.name if port is not None and not port.is_over else ""
 
+    def find_trainer(self, name: str | None) -> tuple[str, Drivable]:
+        """A trainer and its name; None: the one that trains, or the only one there is.
+
+        Raises:
+            NameError: the name is not bound here.
+            TypeError: it is bound to something else.
+            WrongState: there is no trainer, or more than one.
+        """
+        names = [n for n, value in self._user_ns.items() if is_trainer(value) and n[0] != "_"]
+        if name is None and self._trained_name in names:
+            name = self._trained_name
+        if name is None:
+            if len({id(self._user_ns[n]) for n in names}) != 1:
+                shown = f"are {', '.join(names)}: say which" if names else "is none"
+                raise WrongState(f"which trainer? On slot {self.slot} there {shown}")
+            name = names[0]
+        if name not in self._user_ns:
+            raise NameError(f"name {name!r} is not defined on slot {self.slot}")
+        trainer = self._user_ns[name]
+        if not is_trainer(trainer):
+            raise TypeError(f"{name} is a {type(trainer).__name__}, not a nbdist.train.Trainer")
+        return name, trainer
+
     # ---- what a newcomer is given
 
     def owned(self) -> set[int]:

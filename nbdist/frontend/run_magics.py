@@ -16,12 +16,13 @@ from nbdist.frontend.arguments import (
     as_count,
     as_name,
     as_setting,
+    as_text,
     as_view,
     magic,
     option,
     read_line,
 )
-from nbdist.frontend.display import LiveText, is_live, show_line, show_value
+from nbdist.frontend.display import LiveText, is_live, show_line, show_value, show_warnings
 from nbdist.protocol.frames import View
 from nbdist.session import start as session
 
@@ -32,6 +33,7 @@ __all__ = ["RunMagics"]
 
 DEFAULT_STEPS = 100
 _VIEWS = ", ".join(get_args(View))
+_WHICH = "the engines' variable with the trainer; default: the one that trains, or the only one"
 SHOW_PERIOD_S = 0.5
 
 
@@ -121,6 +123,41 @@ class RunMagics(Magics):
         """Live views of the run that goes on, with buttons to kill and drive; none named: all."""
         args = read_line(self.dist_dashboard, line)
         show_value(session.current().dashboards.open(*args.views))
+
+    @magic(
+        "line",
+        option("path", type=as_text, metavar="PATH", help="folder for checkpoints"),
+        option("name", nargs="?", type=as_name, metavar="NAME", help=_WHICH),
+        option(
+            "--keep",
+            type=as_count,
+            metavar="N",
+            help="so many of the newest stay, 2 or more; default: all",
+        ),
+    )
+    def dist_save(self, line: str) -> None:
+        """Save a trainer's state between two steps; a run goes on while it is written.
+
+        It can be loaded by another number of ranks, and with another strategy.
+        """
+        args = read_line(self.dist_save, line)
+        saved = session.current().save(args.path, args.name, keep=args.keep)
+        show_line(
+            f"Saved {saved.name} at step {saved.step} in {args.path}: "
+            f"{saved.num_bytes / 1e6:.3g} MB, whole and on disk."
+        )
+
+    @magic(
+        "line",
+        option("path", type=as_text, metavar="PATH", help="folder for checkpoints, or one of them"),
+        option("name", nargs="?", type=as_name, metavar="NAME", help=_WHICH),
+    )
+    def dist_load(self, line: str) -> None:
+        """Load the newest checkpoint that is whole, whatever ranks and strategy it is of."""
+        args = read_line(self.dist_load, line)
+        loaded = session.current().load(args.path, args.name)
+        show_line(f"Loaded {args.path}: {loaded.name} stands at step {loaded.step}.")
+        show_warnings(list(loaded.notes))
 
     def _follow(self, run: Run) -> None:
         """Show how far a run is, until it is over."""

@@ -10,8 +10,8 @@ METADATA = "nbdist"
 """Key of our part in the metadata of an execute request and in its reply."""
 
 
-def _function(name: str) -> str:
-    return f"__import__('nbdist.engine.entry', fromlist=['{name}']).{name}"
+def _function(name: str, module: str = "entry") -> str:
+    return f"__import__('nbdist.engine.{module}', fromlist=['{name}']).{name}"
 
 
 PUSH = _function("push")
@@ -22,3 +22,18 @@ PULL = _function("pull")
 
 PARAMETER_DIGEST = _function("parameter_digest")
 """(name: str) -> str: digest of the parameters of a trainer or module."""
+
+STANDING = _function("standing", "saving")
+"""(name: str | None) -> (str, int): a trainer's name and its committed steps.
+
+None: the one that trains, or the only one there is.
+"""
+
+SAVE = _function("save", "saving")
+"""(name: str, partial: str) -> int: copy the state, begin to write it; so many bytes."""
+
+READ = _function("read", "saving")
+"""(name: str, folder: str) -> (int, list[str]): read a checkpoint; its step, and notes on it."""
+
+TAKE = _function("take", "saving")
+"""(name: str) -> None: have what was read."""

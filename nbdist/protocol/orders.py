@@ -11,6 +11,7 @@ import msgspec
 
 from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
+from nbdist.protocol import saves as sv
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import CellId, EngineId, Generation, Slot
 from nbdist.protocol.topology import Membership
@@ -123,6 +124,7 @@ KernelOrder = (
     | rn.SteerRun
     | rn.SetRun
     | rn.QueryRun
+    | sv.CommitSave
     | fd.FeedOrder
 )
 
@@ -227,7 +229,16 @@ class RanksReleased(Order, frozen=True, kw_only=True):
     reason: str
 
 
-AnswerBody = WorldView | CellAdmitted | Done | Refused | rn.RunBegun | rn.RunReport | fd.Frame
+AnswerBody = (
+    WorldView
+    | CellAdmitted
+    | Done
+    | Refused
+    | rn.RunBegun
+    | rn.RunReport
+    | sv.SaveCommitted
+    | fd.Frame
+)
 """What an order may be answered with."""
 
 

@@ -13,11 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.errors import (
-    NbdistError,
-    NotStarted,
-    StartFailed,
-)
+from nbdist.errors import NbdistError, NotStarted, StartFailed
 from nbdist.gpus import own_use
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
@@ -25,9 +21,11 @@ from nbdist.protocol import orders as od
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
 from nbdist.session.dashboards import Dashboards
+from nbdist.session.engine_calls import EngineCalls
 from nbdist.session.feed import Feeds
 from nbdist.session.link import Link
 from nbdist.session.runs import Runs
+from nbdist.session.saving import Checkpoint, Saving
 from nbdist.session.status import (
     RankStatus,
     check_cell,
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from nbdist.protocol.events import Incident
     from nbdist.protocol.ids import CellId
     from nbdist.rundir import RunDir
-    from nbdist.session.cell_run import CellRun
     from nbdist.session.outputs import CellResult
     from nbdist.session.run import Run
 
@@ -74,10 +71,12 @@ class Cluster:
             rundir, notice=self._hear, open_cells=self._open_cells, lost=self._world_gone
         )
         self._cells = Cells(self._link, self._client)
+        self._calls = EngineCalls(self._cells, self._client)
         self.feeds = Feeds(self._link)
         self.dashboards = Dashboards(self, self._link.ask)
         """Where live views subscribe; those that are open."""
         self._runs = Runs(self._link.ask, self.dashboards)
+        self._saving = Saving(self._calls, self._link.ask, self._runs.all)
 
     # ---- what it is
 
@@ -158,22 +157,7 @@ class Cluster:
 
         Raises what pickling a value raises.
         """
-        packed = {}
-        for name, value in named.items():
-            try:
-                packed[name] = values.pack(value)
-            except Exception as error:
-                text = (
-                    f"{name} (a {type(value).__name__}) cannot be sent: {error}. Nothing was sent"
-                )
-                raise TypeError(text) from error
-        run = self._cells.begin("", ranks=self._chosen(ranks), once=False, pushed=packed)
-        succeeded = False
-        try:
-            self._call(calls.PUSH, run, packed)
-            succeeded = True
-        finally:
-            self._cells.end(run, succeeded=succeeded)
+        self._calls.push(self._chosen(ranks), named)
 
     def pull(
         self, name: str, *, ranks: int | Iterable[int] | None = None, as_numpy: bool = False
@@ -183,7 +167,7 @@ class Cluster:
         Raises:
             CellFailed: the name is not bound on a rank, or its value cannot be sent.
         """
-        packed = self._look(calls.PULL, self._chosen(ranks), name, as_numpy=as_numpy)
+        packed = self._calls.look(calls.PULL, self._chosen(ranks), name, as_numpy=as_numpy)
         return {rank: values.unpack(data) for rank, data in packed.items()}
 
     def parameter_digest(self, name: str) -> dict[int, str]:
@@ -194,7 +178,7 @@ class Cluster:
         Raises:
             CellFailed: the name is not bound on a rank, or holds something else.
         """
-        return self._look(calls.PARAMETER_DIGEST, self._chosen(None), name)
+        return self._calls.look(calls.PARAMETER_DIGEST, self._chosen(None), name)
 
     def sync(self) -> None:
         """Wait until all ranks have come to the same point."""
@@ -220,6 +204,38 @@ class Cluster:
     def runs(self) -> list[Run]:
         """The training runs that this kernel knows of, oldest first; cells' own loops too."""
         return self._runs.all()
+
+    def save(
+        self, path: str | os.PathLike[str], name: str | None = None, *, keep: int | None = None
+    ) -> Checkpoint:
+        """Save a trainer's state, at the next step boundary; a run goes on while it is written.
+
+        Args:
+            path: the folder for checkpoints; each gets one of its own there.
+            name: the trainer's variable; None: that of the present run, or the only one.
+            keep: so many of the newest stay, 2 or more; None: all.
+
+        Raises:
+            FileUnwritable: the disk is full, or the folder read-only; earlier ones stand.
+            SaveAbandoned: an engine was lost meanwhile; earlier ones stand.
+            WrongState: nothing is trained yet.
+        """
+        self._seen  # noqa: B018 - raises where the cluster is shut down
+        return self._saving.save(path, name, keep)
+
+    def load(self, path: str | os.PathLike[str], name: str | None = None) -> Checkpoint:
+        """Load the newest checkpoint that is whole, whatever ranks and strategy it is of.
+
+        Args:
+            path: the folder for checkpoints, or one of them.
+            name: the trainer's variable; None: the only one there is.
+
+        Raises:
+            CheckpointUnreadable: there is none, or it is of another model; nothing has changed.
+            WrongState: a run goes on.
+        """
+        self._seen  # noqa: B018 - raises where the cluster is shut down
+        return self._saving.load(path, name)
 
     # ---- faults and size
 
@@ -377,20 +393,6 @@ class Cluster:
     def _chosen(self, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
         world_size = self.world_size  # raises where the cluster is shut down
         return None if ranks is None else chosen_ranks(ranks, world_size)
-
-    def _look(
-        self, function: str, ranks: tuple[int, ...] | None, *args: Any, **kwargs: Any
-    ) -> dict[int, Any]:
-        """Call a function that changes nothing, between cells and between steps."""
-        run = self._cells.begin("", ranks=ranks, once=True)
-        try:
-            return self._call(function, run, *args, **kwargs)
-        finally:
-            self._cells.end(run, succeeded=False)
-
-    def _call(self, function: str, run: CellRun, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        engines = {rank: run.membership.members[rank].engine_id for rank in run.ranks}
-        return self._client.call(engines, function, *args, check=run.raise_if_ended, **kwargs)
 
 
 def _nothing() -> None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from nbdist.protocol import feed as fd
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
+from nbdist.protocol import saves as sv
 from nbdist.protocol.ids import RunId
 from nbdist.supervisor.phase import Phase
+from nbdist.supervisor.saves import Saves
 from nbdist.supervisor.seats import BY_USER, SeatState
 from nbdist.supervisor.view import view_of
 
@@ -76,6 +78,8 @@ class Desk:
         self._waiters: list[Waiter] = []
         self._goodbyes: list[Waiter] = []
         self._losses: deque[od.EngineLost] = deque(maxlen=64)
+        self.saves: Saves[Waiter] = Saves()
+        """Checkpoints that are being written."""
 
     @property
     def is_shutdown_ordered(self) -> bool:
@@ -89,6 +93,8 @@ class Desk:
             self._take_run(waiter, request.order, now)
         elif isinstance(request.order, _OF_FEEDS):
             self._take_feed(waiter, request.order, now)
+        elif isinstance(request.order, sv.CommitSave):
+            self.saves.take(waiter, request.order)
         else:
             self._take(waiter, request.order, now)
 
@@ -223,6 +229,8 @@ class Desk:
 
     def settle(self) -> None:
         """Answer what can be answered now."""
+        for waiter, done in self.saves.answered():
+            self._answer(waiter, done)
         for waiter in list(self._waiters):
             answer: od.Done | od.Refused | None = None
             if waiter.size is not None:
@@ -246,6 +254,7 @@ class Desk:
 
     def say_goodbye(self) -> None:
         """Everything is gone: answer the shutdown."""
+        self.saves.close()
         for waiter in self._goodbyes:
             self._answer(waiter, od.Done())
 

@@ -23,6 +23,7 @@ from nbdist.protocol import events as ev
 from nbdist.protocol import forks, wire
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
+from nbdist.protocol import saves as sv
 from nbdist.rundir import Owner, RunDir, log_mark
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor.changes import Changes
@@ -50,7 +51,7 @@ LEASE_PERIOD_S = 1.0
 FAREWELL_S = 1.0
 """How long engines have to end by themselves at a shutdown."""
 
-_FROM_AGENTS = ev.AgentEvent | rn.RunEvent
+_FROM_AGENTS = ev.AgentEvent | rn.RunEvent | sv.PartFailed
 LOG_END_BYTES = 16_384
 """Of a dead engine's log this much is looked at."""
 
@@ -190,6 +191,8 @@ class Loop:
                 self._machine.collective_failed(event, now)
             case ev.CellFailedOnRank():
                 self._machine.cell_failed(event, now)
+            case sv.PartFailed():
+                self._desk.saves.failed(event)
 
     def _run_says(self, event: rn.RunEvent, now: float) -> None:
         if isinstance(event, rn.StepsCommitted):

@@ -175,6 +175,40 @@ def test_kill_status_and_scale(four, cell):
     assert "ranks 0-3" in cell("%dist_scale 4")
 
 
+SMALL = """%%distributed
+import torch
+from nbdist.train import Trainer, bench_model
+from torch.utils.data import TensorDataset
+generator = torch.Generator().manual_seed(1)
+trainer = Trainer(
+    model=bench_model, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), global_batch=16,
+    loss=torch.nn.functional.mse_loss,
+    data=TensorDataset(torch.randn(64, 64, generator=generator), torch.zeros(64, 10)),
+)
+"""
+
+
+@pytest.mark.usefixtures("four")
+def test_save_and_load(cell, tmp_path):
+    """`%dist_save` and `%dist_load` say how far the trainer is; what is wrong is one sentence."""
+    cell(SMALL)
+    cell("%dist_train trainer --steps 4 --wait")
+    said = cell(f"%dist_save {tmp_path}/runs")
+    assert re.fullmatch(
+        rf"Saved trainer at step 4 in {tmp_path}/runs: [\d.]+ MB, whole and on disk\.\n", said
+    )
+    cell("%dist_train trainer --steps 3 --wait")
+    assert cell(f"%dist_load {tmp_path}/runs trainer") == (
+        f"Loaded {tmp_path}/runs: trainer stands at step 4.\n"
+    )
+    assert set(current().run("trainer.step", once=True).values.values()) == {4}
+    with pytest.raises(nbdist.CheckpointUnreadable, match=f"{tmp_path}/other does not exist"):
+        cell(f"%dist_load {tmp_path}/other")
+    cell(SMALL.replace("SGD(named, lr=0.1)", "AdamW(named)"))
+    with pytest.raises(nbdist.CheckpointUnreadable, match="state of SGD, and the optimizer is Ada"):
+        cell(f"%dist_load {tmp_path}/runs")
+
+
 def test_unload(four, ipython, cell):
     """Taking the magics away leaves the cluster running, and loading them again finds it."""
     ipython.run_line_magic("unload_ext", "nbdist")

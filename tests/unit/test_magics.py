@@ -24,12 +24,12 @@ from nbdist.protocol import runs as rn
 from nbdist.protocol.story import ROWS
 from nbdist.session.outputs import CellResult, Progress, RankOutput
 from nbdist.session.run import Detached, Run
+from nbdist.session.saving import Checkpoint
 
 LINE_MAGICS = {
     "dist_dashboard", "dist_init", "dist_kill", "dist_pause", "dist_pull", "dist_push",
-    "dist_reset", "dist_resume", "dist_scale", "dist_set", "dist_shutdown", "dist_slow",
-    "dist_status", "dist_step", "dist_stop",
-    "dist_train", "sync",
+    "dist_load", "dist_reset", "dist_resume", "dist_save", "dist_scale", "dist_set",
+    "dist_shutdown", "dist_slow", "dist_status", "dist_step", "dist_stop", "dist_train", "sync",
 }  # fmt: skip
 START_DEFAULTS = {
     "devices": None, "backend": "auto", "launcher": "local", "hosts": [], "policy": "refill",
@@ -70,6 +70,15 @@ class FakeCluster:
         self.runs[-1].first_step = 7
         self.runs[-1].hear(rn.RunView(spec=spec, state="running", target=7 + steps), ())
         return self.runs[-1]
+
+    def save(self, path, name, *, keep):
+        self.calls.append(("save", path, name, keep))
+        return Checkpoint(Path(path) / "step-7", name or "trainer", 7, 1_234_567, 0.01)
+
+    def load(self, path, name):
+        self.calls.append(("load", path, name))
+        notes = ("passed over: step-9 is damaged",)
+        return Checkpoint(Path(path) / "step-7", name or "trainer", 7, 1_234_567, 0.01, notes)
 
     def ask(self, order, _timeout):
         """The supervisor: notes orders to runs; the run is over when a test says so."""
@@ -494,6 +503,33 @@ def test_scale_shows_the_new_world_and_what_is_new_to_warn_of(shell, cluster, ca
     assert out == "Running: ranks 0-5, generation 2.\nWarning: more engines than cores\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "call", "said"),
+    [
+        (
+            "%dist_save 'my runs'",
+            ("save", "my runs", None, None),
+            "Saved trainer at step 7 in my runs: 1.23 MB, whole and on disk.\n",
+        ),
+        (
+            "%dist_save ckpt other --keep 3  # the newest",
+            ("save", "ckpt", "other", 3),
+            "Saved other at step 7 in ckpt: 1.23 MB, whole and on disk.\n",
+        ),
+        (
+            "%dist_load ckpt",
+            ("load", "ckpt", None),
+            "Loaded ckpt: trainer stands at step 7.\nWarning: passed over: step-9 is damaged\n",
+        ),
+    ],
+)
+def test_a_trainer_is_saved_and_loaded(shell, cluster, capsys, line, call, said):
+    """It is said how far the trainer is, and what was passed over."""
+    run(shell, line)
+    assert cluster.calls == [call]
+    assert capsys.readouterr().out == said
+
+
 def test_sync_is_a_barrier(shell, cluster, capsys):
     """It says who passed."""
     run(shell, "%sync")
@@ -691,6 +727,9 @@ def test_the_dashboard_is_shown(shell, cluster, published, line, call):
         ("%dist_kill 4", errors.TargetError, "no rank 4"),
         ("%dist_kill 0 --signal HUP", UsageError, "invalid choice: 'HUP'"),
         ("%dist_slow 1", UsageError, "required: FACTOR"),
+        ("%dist_save", UsageError, "required: PATH"),
+        ("%dist_save a b-c", UsageError, "b-c is not a name that a variable can have"),
+        ("%dist_load a b c", UsageError, "unrecognized arguments: c"),
         ("%dist_slow 1 0.5", UsageError, "0.5 is not a number of at least 1"),
         ("%dist_slow 1 inf", UsageError, "inf is not a number of at least 1"),
         ("%dist_slow 7 2", errors.TargetError, "no rank 7"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint  # the first save would import it
 from torch import nn
 from torch.optim import lr_scheduler
 from trainers import Samples, make

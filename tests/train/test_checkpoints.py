@@ -1,0 +1,287 @@
+"""Checkpoints of real groups: read by other numbers of ranks and strategies, and after kills."""
+
+import multiprocessing
+import random
+import resource
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
+
+from nbdist import checkpoints
+from nbdist.errors import FileUnwritable, WrongState
+from nbdist.train import GPT, DataParallel, GPTConfig, Pipeline, Trainer, next_token_loss
+
+FORK = multiprocessing.get_context("fork")
+STEPS, MORE = 5, 4
+
+
+def build():
+    layers = [nn.Sequential(nn.Linear(12, 24), nn.GELU())]
+    layers += [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(24, 5))
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(96, 12, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 5, (96,), generator=generator))
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def make(strategy=None, **changes):
+    usual = {
+        "model": build,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "scheduler": lambda optimizer: lr_scheduler.StepLR(optimizer, 3),
+        "loss": functional.cross_entropy,
+        "data": dataset(),
+        "global_batch": 48,
+        "seed": 3,
+    }
+    trainer = Trainer(strategy=strategy or DataParallel(), **usual | changes)
+    trainer.register("counter", Counter())
+    return trainer
+
+
+def held(trainer):
+    """Name -> bytes, of this rank's parameters and their two moments."""
+    state = trainer.optimizer.state
+    return {
+        name: [t.detach().numpy().tobytes() for t in (p, *_moments(state[p]))]
+        for name, p in trainer.model.named_parameters()
+    }
+
+
+def _moments(state):
+    return state["exp_avg"], state["exp_avg_sq"], state["step"]
+
+
+def merged(parts):
+    """What ranks hold, together; where two hold the same name they hold the same."""
+    together_ = {}
+    for part in parts:
+        for name, values in part.items():
+            assert together_.setdefault(name, values) == values
+    return together_
+
+
+def save(together, path, num, strategy, **changes):
+    """Save after some steps; what was held then, and the losses afterwards."""
+    partial = checkpoints.begin(path, step=STEPS, generation=1)
+
+    def body(rank):
+        trainer = make(strategy, **changes)
+        trainer.fit(STEPS)
+        trainer._state.registered["counter"].count = 7
+        trainer.part(rank, num).write(partial)
+        now = held(trainer)
+        return now, trainer.fit(MORE)["loss"].tolist()
+
+    answers = together(num, body)
+    parts = [checkpoints.part_name(rank) for rank in range(num)]
+    checkpoints.commit(partial, parts, step=STEPS, generation=1)
+    return merged(now for now, _ in answers), answers[0][1]
+
+
+def resume(together, path, num, strategy, **changes):
+    """The same of a group that loads it."""
+
+    def body(_):
+        trainer = make(strategy, **changes)
+        assert trainer.load(path) == []
+        assert trainer.step == STEPS
+        assert trainer._state.registered["counter"].count == 7
+        now = held(trainer)
+        return now, trainer.fit(MORE)["loss"].tolist()
+
+    answers = together(num, body)
+    return merged(now for now, _ in answers), answers[0][1]
+
+
+LAYOUTS = {
+    "replicas 2": (2, DataParallel()),
+    "replicas 3": (3, DataParallel()),
+    "alone": (1, DataParallel()),
+    "stages 4": (4, Pipeline(4, "1f1b", 8)),
+    "stages 4 on 2": (2, Pipeline(4, "interleaved", 8)),
+    "stages 2": (2, Pipeline(2, "1f1b", 8)),
+}
+WAYS = [
+    ("replicas 2", "replicas 2"),
+    ("stages 4", "stages 4"),
+    ("replicas 3", "replicas 2"),
+    ("replicas 2", "alone"),
+    ("stages 4", "replicas 2"),
+    ("replicas 2", "stages 4"),
+    ("stages 4", "stages 4 on 2"),
+    ("stages 4 on 2", "stages 2"),
+]
+
+
+@pytest.mark.parametrize(("there", "here"), WAYS)
+def test_any_layout_is_read_by_any_other(together, tmp_path, there, here):
+    """What is loaded is what was saved, bit for bit; so is what is trained then in the same layout,
+    and within 1e-6 in another."""
+    saved, losses = save(together, tmp_path, *LAYOUTS[there])
+    loaded, more = resume(together, tmp_path, *LAYOUTS[here])
+    assert loaded == saved
+    if there == here:
+        assert more == losses
+    assert more == pytest.approx(losses, rel=1e-6)
+
+
+def gpt():
+    return GPT(GPTConfig(context=16, width=16, num_layers=2, num_heads=2, tied=True))
+
+
+def text():
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 256, (48, 17), generator=generator)
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+@pytest.mark.parametrize("ways", [("stages 2", "alone"), ("alone", "stages 2")])
+def test_tied_weights_are_one(together, tmp_path, ways):
+    """Two stages hold them and write them, and both read them."""
+    changes = {"model": gpt, "data": text(), "loss": next_token_loss, "global_batch": 16}
+    saved, losses = save(together, tmp_path, *LAYOUTS[ways[0]], **changes)
+    loaded, more = resume(together, tmp_path, *LAYOUTS[ways[1]], **changes)
+    assert loaded == saved
+    assert more == pytest.approx(losses, rel=1e-6)
+
+
+def test_copies_of_what_is_given_up_are_gone(together, tmp_path):
+    """A stage that is lost afterwards must not come back with weights from before the load."""
+    strategy = Pipeline(2, "1f1b", 8, copy_every=4)
+    save(together, tmp_path, 2, strategy)
+
+    def body(_):
+        trainer = make(strategy)
+        trainer.fit(11)
+        copies = trainer._state.exchange._copies
+        before = [step for step in range(20) if copies.has(step)]
+        trainer.load(tmp_path)
+        trainer.fit(1)
+        copies = trainer._state.exchange._copies
+        return before, [step for step in range(20) if copies.has(step)]
+
+    assert together(2, body) == [([4, 8], [STEPS])] * 2
+
+
+def test_scripts_save_replicas_by_one_rank(together, tmp_path):
+    """And say where that cannot be done."""
+
+    def body(rank):
+        trainer = make()
+        trainer.fit(STEPS)
+        trainer._state.registered["counter"].count = 7
+        path = trainer.save(tmp_path)
+        assert (path is None) == (rank > 0)
+        return held(trainer), None
+
+    saved = merged(now for now, _ in together(2, body))
+    loaded, _ = resume(together, tmp_path, 1, DataParallel())
+    assert loaded == saved
+
+    def stages(_):
+        trainer = make(Pipeline(2, "1f1b", 8))
+        trainer.fit(1)
+        with pytest.raises(WrongState, match="each rank holds a part of its own"):
+            trainer.save(tmp_path)
+
+    together(2, stages)
+
+
+def test_a_full_disk_is_named(together, tmp_path):
+    """The file and the reason; what was begun is gone, the one before is as it was."""
+
+    def body(_):
+        trainer = make()
+        trainer.fit(1)
+        trainer.save(tmp_path)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        with pytest.raises(FileUnwritable, match=rf"{tmp_path}/step-1.*\(EFBIG\)"):
+            trainer.save(tmp_path)
+        trainer.fit(1)
+        return trainer.step
+
+    assert together(1, body) == [2]
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 1
+    make().load(tmp_path)
+
+
+# ---- kills
+
+
+def save_for_ever(path, pipe):
+    """A process that goes on from the newest, and saves after each step, by two writers."""
+    torch.set_num_threads(1)
+    trainer = make()
+    trainer.load(path)
+    pipe.send("begins")
+    while True:
+        trainer.fit(1)
+        partial = checkpoints.begin(path, step=trainer.step, generation=1)
+        for rank in (0, 1):
+            trainer.part(rank, 2).write(partial)
+        parts = [checkpoints.part_name(rank) for rank in (0, 1)]
+        checkpoints.commit(partial, parts, step=trainer.step, generation=1, keep=2)
+
+
+def killed(path, after_s):
+    """Have it run so long."""
+    mine, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=save_for_ever, args=(path, theirs))
+    process.start()
+    try:
+        theirs.close()
+        assert mine.poll(60)
+        mine.recv()
+        time.sleep(after_s)  # the moment of the kill
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("num", [15, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.timeout(400)
+def test_after_a_kill_in_a_save_the_newest_whole_one_is_loaded(together, tmp_path, num):
+    """Whatever it was killed in: it is the state of one step, bit for bit, and never an older one
+    than before."""
+    moment, seen = random.Random(num), []
+    together(1, lambda _: (trainer := make()).fit(1) and str(trainer.save(tmp_path)))
+    for _ in range(num):
+        killed(tmp_path, moment.random() * 0.1)
+        trainer = make()
+        trainer.load(tmp_path)
+        seen.append((trainer.step, trainer.digest()))
+    steps = [step for step, _ in seen]
+    assert steps == sorted(steps)
+    assert steps[-1] > 1
+
+    def reference(_):
+        trainer, digests = make(), [""]
+        for _ in range(steps[-1]):
+            trainer.fit(1)
+            digests.append(trainer.digest())
+        return digests
+
+    (digests,) = together(1, reference)
+    assert seen == [(step, digests[step]) for step in steps]
