@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 BEAT_PERIOD_S = 0.25
 LOOK_PERIOD_S = 0.05
+SEND_LIMIT_S = 1.0
+"""Nobody waits longer for an event to be on its way."""
 WAIT_IS_NEWS_S = 0.1
 """A wait of the main thread is reported once it is this long."""
 END_LIMIT_S = 0.7
@@ -68,7 +70,8 @@ class Agent:
         self._post = post
         self.runs: Runs | None = None
         """Whose committed steps are reported; set once they are there."""
-        self._outbox: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[ev.Event | threading.Event] = queue.SimpleQueue()
+        """What is to be sent, and what is to be set when all before it is."""
         self._wakeup, self._woken = os.pipe()
         self._sent: dict[int, float] = {}
         self._sender = Sender(slot)
@@ -89,6 +92,14 @@ class Agent:
         """Send an event; from any thread, never waits."""
         self._outbox.put(event)
         os.write(self._woken, b"x")
+
+    def tell_at_once(self, event: ev.Event) -> None:
+        """Send an event, and return when it is on its way: what follows may end this process."""
+        self.tell(event)
+        is_sent = threading.Event()
+        self._outbox.put(is_sent)
+        os.write(self._woken, b"x")
+        is_sent.wait(SEND_LIMIT_S)
 
     def leave_cell(self) -> None:
         """The main thread's cell is over."""
@@ -133,7 +144,7 @@ class Agent:
             if port is not None:
                 port.flush()
             while not self._outbox.empty():
-                socket.send(wire.encode(self._outbox.get()))
+                _send(socket, self._outbox.get())
             if socket in ready:
                 self._receive(socket)
             where = self._whereabouts.look(now)
@@ -216,6 +227,13 @@ class Agent:
     def _end(self, why: str) -> None:
         log.warning("engine of slot %s ends: %s", self._slot, why)
         os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _send(socket: zmq.Socket[bytes], item: ev.Event | threading.Event) -> None:
+    if isinstance(item, threading.Event):
+        item.set()
+    else:
+        socket.send(wire.encode(item))
 
 
 def _rss_bytes() -> int:

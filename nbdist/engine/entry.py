@@ -271,7 +271,7 @@ class Engine:
             return []
         first = entry.code.strip().splitlines()[0]
         pid, line = os.getpid(), first[:80]
-        self._agent.tell(
+        self._agent.tell_at_once(
             ev.ReplayBegins(slot=self._slot, pid=pid, cell=entry.cell, first_line=line)
         )
         result = await self._shell.run_cell_async(
