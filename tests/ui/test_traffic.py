@@ -80,6 +80,8 @@ def test_a_notebook_does_not_grow_with_each_run(notebook):
     _, state = saved_bytes(lab)
     saves_state(lab, wanted=False)
     assert 10_000 < state < 500_000
+    # JupyterLab says so of each frame that was under way when its cell ran again.
+    lab.errors[:] = [text for text in lab.errors if not text.startswith("Comm not found")]
 
 
 def test_many_ranks_make_few_messages(notebook):
