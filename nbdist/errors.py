@@ -21,6 +21,7 @@ __all__ = [
     "GroupGone",
     "NbdistError",
     "NotStarted",
+    "OutOfMemory",
     "RankError",
     "RecordUnreadable",
     "RecoveryFailed",
@@ -76,6 +77,10 @@ class GroupGone(NbdistError, RuntimeError):
 
     The message says how to make it again.
     """
+
+
+class OutOfMemory(NbdistError, MemoryError):
+    """Memory ran out in training; the message says what it was for, and what would need less."""
 
 
 class RecordUnreadable(NbdistError, ValueError):
@@ -228,8 +233,8 @@ def named_error(kind: str, message: str) -> NbdistError:
     what the user's code raised on an engine, becomes a part of the message.
     """
     orders = (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed)
-    others = (GroupGone, RunEnded, CellFailed, FileUnwritable, SaveAbandoned, NbdistError)
-    for cls in (*orders, *others):
+    others = (GroupGone, OutOfMemory, RunEnded, FileUnwritable, SaveAbandoned)
+    for cls in (*orders, *others, CellFailed, NbdistError):
         if cls.__name__ == kind:
             return cls(message)
     return NbdistError(f"{kind}: {message}")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nbdist import checkpoints
 from nbdist.errors import WrongState
 from nbdist.train import snapshot, tensors
+from nbdist.train.parting import NAMING, names_by_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
     from nbdist.train.state import State
 
+MISFIT = (
+    "what this rank holds of the model is its part in a group of another size than the present "
+    "one, of {0}: train a step, with which it is cut anew, then {1}"
+)
 REST = "rest.pt"
 """What is no tensor of the model or its optimizer; read with `weights_only`."""
 
@@ -50,6 +55,8 @@ class Part:
                 "nothing is trained yet, and before the first step the ranks' weights may differ: "
                 "train a step, then save"
             )
+        if not state.exchange.fits(rank, num_ranks):
+            raise WrongState(MISFIT.format(num_ranks, "save"))
         self.rank, self.step = rank, state.step
         is_replicated = state.recipe.strategy.is_replicated
         module, optimizer = state.module, state.optimizer
@@ -76,7 +83,7 @@ class Part:
             "sampling": sampling_of(state),
             "parameters": sorted(named),
             "optimizer": type(optimizer).__name__,
-            "groups": _groups(named, optimizer),
+            "groups": _groups(module, optimizer),
             "states": states,
         }
         if rank == 0 or not is_replicated:
@@ -114,13 +121,13 @@ def save(state: State, path: Path, keep: int | None) -> checkpoints.Found | None
         FileUnwritable: it cannot be written.
     """
     checkpoints.check_kept(keep)
-    has_group = dist.is_available() and dist.is_initialized()
-    if has_group and dist.get_world_size() > 1 and not state.recipe.strategy.is_replicated:
+    rank, num_ranks = place_of_rank()
+    if num_ranks > 1 and not state.recipe.strategy.is_replicated:
         raise WrongState(
             f"each rank holds a part of its own ({state.recipe.strategy!r}), and without a "
             "supervisor nobody sees that all of them are written: save with cluster.save(path)"
         )
-    if has_group and dist.get_rank() > 0:
+    if rank > 0:
         return None
     part = Part(state, 0, 1)
     with checkpoints.telling(path):
@@ -131,6 +138,12 @@ def save(state: State, path: Path, keep: int | None) -> checkpoints.Found | None
             return checkpoints.commit(partial, names, step=part.step, generation=0, keep=keep)
         finally:
             checkpoints.discard(partial)  # where it has its name, nothing is there any more
+
+
+def place_of_rank() -> tuple[int, int]:
+    """This process's rank and their number, in the present group; alone: 0 of 1."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
 
 
 # ---- what is written
@@ -147,20 +160,14 @@ def _share(named: Mapping[str, Tensor], rank: int, num_ranks: int) -> dict[str, 
     return {name: tensor for name, tensor in named.items() if name in mine}
 
 
-def _groups(named: dict[str, nn.Parameter], optimizer: Optimizer) -> list[dict[str, Any]]:
+def _groups(module: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The optimizer's groups: names of parameters, and the settings that they share."""
-    names = {id(parameter): name for name, parameter in named.items()}
     return [
-        {
-            "names": [names[id(parameter)] for parameter in group["params"]],
-            "settings": {k: v for k, v in group.items() if k not in _OF_GROUPS},
-        }
-        for group in optimizer.param_groups
+        {"names": names, "settings": {k: v for k, v in group.items() if k not in NAMING}}
+        for names, group in zip(
+            names_by_group(module, optimizer), optimizer.param_groups, strict=True
+        )
     ]
-
-
-_OF_GROUPS = ("params", "param_names")
-"""Of a group what says which parameters are in it."""
 
 
 def sampling_of(state: State) -> dict[str, Any]:

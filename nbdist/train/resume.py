@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist import checkpoints
-from nbdist.errors import CheckpointUnreadable
+from nbdist.errors import CheckpointUnreadable, WrongState
 from nbdist.train import snapshot, tensors
-from nbdist.train.checkpoint import REST, first_line, sampling_of, unpack
+from nbdist.train.checkpoint import MISFIT, REST, first_line, place_of_rank, sampling_of, unpack
+from nbdist.train.parting import names_by_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -49,8 +50,12 @@ def read(state: State, folder: Path) -> Loaded:
         folder: a checkpoint that is whole.
 
     Raises:
+        WrongState: the rank holds its part in a group of another size.
         CheckpointUnreadable: it is of another model or optimizer, or lacks something.
     """
+    rank, num_ranks = place_of_rank()
+    if not state.exchange.fits(rank, num_ranks):
+        raise WrongState(MISFIT.format(num_ranks, "load"))
     manifest = checkpoints.read_manifest(folder)
     rests = [_unpacked(folder / part / REST) for part in manifest.parts]
     steps = {rest["counters"]["step"] for rest in rests}
@@ -158,11 +163,10 @@ def _optimizer(
         for group in rest["groups"]
         for name in group["names"]
     }
-    names = {id(parameter): name for name, parameter in state.module.named_parameters()}
     packed = optimizer.state_dict()
     loaded: dict[str, Any] = {"state": {}, "param_groups": []}
-    for live, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        its = [names[id(parameter)] for parameter in live["params"]]
+    names = names_by_group(state.module, optimizer)
+    for its, group in zip(names, packed["param_groups"], strict=True):
         if len({repr(settings[name]) for name in its}) > 1:
             raise CheckpointUnreadable(
                 f"a parameter group of the optimizer holds {_list(its)}, which had different "

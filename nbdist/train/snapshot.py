@@ -17,8 +17,13 @@ import torch
 
 from nbdist.engine.digests import fingerprint
 from nbdist.protocol import values
+from nbdist.train.parting import Gathered, names_by_group
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
     from nbdist.train.state import State
 
 ALIGN_BYTES = 64
@@ -134,13 +139,36 @@ class Whole:
 
     def copy(self) -> bytes:
         """The whole state, as torch writes it to files."""
-        file = io.BytesIO()
-        torch.save(whole(self._state), file)
+        state, file = self._state, io.BytesIO()
+        groups = names_by_group(state.module, state.optimizer)
+        torch.save({**whole(state), "groups": groups}, file)
         return file.getvalue()
 
     def take_back(self, data: bytes) -> None:
         """Load such a copy, which may have come over the group: nothing in it is run."""
-        load(self._state, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        load(self._state, _read(data))
+
+    def move(self, module: nn.Module, copies: Iterable[bytes]) -> None:
+        """Hold another part of the model, whose state is in the copies of all ranks.
+
+        Args:
+            module: the part; optimizer and scheduler are made anew for it.
+            copies: none: everything is as it was made. Gone through before anything is changed.
+        """
+        buffers = [name for name, _ in module.named_buffers()]
+        gathered = Gathered((name for name, _ in module.named_parameters()), buffers)
+        for data in copies:
+            gathered.add(_read(data))
+        state = self._state
+        state.equip(module)
+        if gathered:
+            groups = names_by_group(module, state.optimizer)
+            load(state, gathered.state(groups, state.optimizer.state_dict()))
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return loaded
 
 
 def load(state: State, loaded: dict[str, Any], *, is_other: bool = False) -> None:

@@ -58,8 +58,12 @@ class Held(nn.Module):
         self.layout, self.counts, self.shared = layout, list(counts), shared
         mine = [*self.stages.parameters(), *self.stages.buffers()]
         self._names = {id(tensor): names[id(tensor)] for tensor in mine}
+        self.order = {name: place for place, name in enumerate(names.values())}
+        """Of everything in the whole model."""
         self.source: list[Tensor] = []
         """Where the user gave a module: all its parameters and buffers, to be taken from rank 0."""
+        self.again: Callable[[int], Held]
+        """Cuts the model into so many stages for the present group; ValueError: it cannot be."""
 
     def stage(self, number: int) -> nn.Module:
         """A stage of this rank."""

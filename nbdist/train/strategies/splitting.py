@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,11 @@ def check_split(split: Any) -> None:
         )
 
 
+def is_counts(split: Split) -> TypeGuard[Sequence[int]]:
+    """Whether it says how many blocks each stage has."""
+    return not isinstance(split, str) and isinstance(split, Sequence) and _are_all(split, int)
+
+
 def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
     """The row of blocks that a model is."""
     if callable(split):
@@ -90,7 +95,7 @@ def counts_of(
         split: as the user gave it.
         sample: gives an input; asked for where costs are counted.
     """
-    if not isinstance(split, str) and isinstance(split, Sequence) and _are_all(split, int):
+    if is_counts(split):
         counts = [int(num) for num in split]
         if len(counts) != num_stages or sum(counts) != len(blocks):
             raise ValueError(
