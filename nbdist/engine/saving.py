@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from nbdist import checkpoints
 from nbdist.engine import runs
-from nbdist.errors import WrongState
 from nbdist.protocol import saves as sv
 
 if TYPE_CHECKING:
@@ -74,9 +73,7 @@ def save(name: str, partial: str) -> int:
 
 def read(name: str, folder: str) -> tuple[int, list[str]]:
     """`protocol.calls.READ`."""
-    present, (_, trainer) = _present(), _find(name)
-    if present.port is not None and not present.port.is_over:
-        raise WrongState("a run goes on here; run.stop() or %dist_stop ends it, then load")
+    _, trainer = _find(name)
     loaded = trainer.read(Path(folder))
     _read[name] = trainer, loaded
     return loaded.step, loaded.notes

@@ -277,7 +277,7 @@ class Trainer:
 
         Raises:
             CheckpointUnreadable: there is none, or it is of another model; nothing has changed.
-            WrongState: a step is going on.
+            WrongState: it trains now.
         """
         loaded = self.read(checkpoints.newest(Path(path)).path)
         self.take(loaded)
@@ -289,14 +289,17 @@ class Trainer:
 
     def read(self, folder: Path) -> resume.Loaded:
         """Read what this rank holds of one checkpoint; changes nothing."""
+        present = runs.present()
+        port = None if present is None else present.port
+        trains = port is not None and port.trainer is self and not port.is_over
+        if trains or self._state.is_in_step:
+            raise WrongState(
+                "this trainer trains now; run.stop() or %dist_stop ends its run, then load"
+            )
         return resume.read(self._state, folder)
 
     def take(self, loaded: resume.Loaded) -> None:
         """Have a state that was read. Every rank does it, or none."""
-        if self._state.is_in_step:
-            raise WrongState(
-                "a checkpoint cannot be loaded inside `with step:`; do it before the loop"
-            )
         resume.take(self._state, loaded)
 
     def owned(self) -> list[object]:

@@ -211,3 +211,16 @@ def test_groups_keep_their_settings(tmp_path):
     assert other.digest() == one.digest()
     with pytest.raises(CheckpointUnreadable, match="different settings when they were saved"):
         make().load(folder)
+
+
+def test_in_a_step_nothing_is_loaded(tmp_path):
+    """The step would be of another training then."""
+    trainer = trained()
+    folder = trainer.save(tmp_path)
+    for step in trainer.steps(1):
+        with step:
+            for inputs, target in step.batches():
+                with pytest.raises(WrongState, match="this trainer trains now"):
+                    trainer.load(folder)
+                step.backward(nn.functional.mse_loss(trainer.model(inputs), target))
+    assert trainer.step == 6
