@@ -107,10 +107,14 @@ class Part:
         """
         name = checkpoints.part_name(self.rank)
         folder = partial / name
-        folder.mkdir()
-        (folder / REST).write_bytes(self._rest)
-        tensors.write(folder, self._tensors)
-        checkpoints.acknowledge(partial, name)
+        try:
+            folder.mkdir()
+            (folder / REST).write_bytes(self._rest)
+            tensors.write(folder, self._tensors)
+            checkpoints.acknowledge(partial, name)
+        except OSError as error:
+            error.filename = error.filename or str(folder)  # a write does not say where
+            raise
 
 
 def save(state: State, path: Path, keep: int | None) -> checkpoints.Found | None:

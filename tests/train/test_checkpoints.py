@@ -174,12 +174,10 @@ def test_copies_of_what_is_given_up_are_gone(together, tmp_path):
     def body(_):
         trainer = make(strategy)
         trainer.fit(11)
-        copies = trainer._state.exchange._copies
-        before = [step for step in range(20) if copies.has(step)]
+        before = [spread.step for spread in trainer._state.exchange._copies._kept]
         trainer.load(tmp_path)
         trainer.fit(1)
-        copies = trainer._state.exchange._copies
-        return before, [step for step in range(20) if copies.has(step)]
+        return before, [spread.step for spread in trainer._state.exchange._copies._kept]
 
     assert together(2, body) == [([4, 8], [STEPS])] * 2
 
@@ -235,26 +233,28 @@ def save_for_ever(path, pipe):
     torch.set_num_threads(1)
     trainer = make()
     trainer.load(path)
-    pipe.send("begins")
     while True:
+        began_at = time.monotonic()
         trainer.fit(1)
         partial = checkpoints.begin(path, step=trainer.step, generation=1)
         for rank in (0, 1):
             trainer.part(rank, 2).write(partial)
         parts = [checkpoints.part_name(rank) for rank in (0, 1)]
         checkpoints.commit(partial, parts, step=trainer.step, generation=1, keep=2)
+        pipe.send(time.monotonic() - began_at)
 
 
-def killed(path, after_s):
-    """Have it run so long."""
+def killed(path, num, moment):
+    """Have it save so often, and kill it at some moment of the next step or save."""
     mine, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=save_for_ever, args=(path, theirs))
     process.start()
     try:
         theirs.close()
-        assert mine.poll(60)
-        mine.recv()
-        time.sleep(after_s)  # the moment of the kill
+        for _ in range(num):
+            assert mine.poll(60)
+            usual_s = mine.recv()
+        time.sleep(moment * usual_s)
     finally:
         process.kill()
         process.join()
@@ -268,13 +268,12 @@ def test_after_a_kill_in_a_save_the_newest_whole_one_is_loaded(together, tmp_pat
     moment, seen = random.Random(num), []
     together(1, lambda _: (trainer := make()).fit(1) and str(trainer.save(tmp_path)))
     for _ in range(num):
-        killed(tmp_path, moment.random() * 0.1)
+        killed(tmp_path, moment.randrange(1, 4), moment.random())
         trainer = make()
         trainer.load(tmp_path)
         seen.append((trainer.step, trainer.digest()))
     steps = [step for step, _ in seen]
-    assert steps == sorted(steps)
-    assert steps[-1] > 1
+    assert steps == sorted(set(steps))
 
     def reference(_):
         trainer, digests = make(), [""]
