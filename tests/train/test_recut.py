@@ -17,9 +17,9 @@ GROUP_TIMEOUT = timedelta(seconds=20)
 
 
 def build():
-    """Six blocks, one of which keeps statistics."""
+    """Six blocks, one of which keeps statistics, and four of which draw random numbers."""
     layers = [nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU())]
-    layers += [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    layers += [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 

@@ -5,7 +5,7 @@ Runs in the engine's main thread; making one does no communication.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -65,9 +65,9 @@ class Held(nn.Module):
         self.again: Callable[[int], Held]
         """Cuts the model into so many stages for the present group; ValueError: it cannot be."""
 
-    def stage(self, number: int) -> nn.Module:
+    def stage(self, number: int) -> Stage:
         """A stage of this rank."""
-        return self.stages[str(number)]
+        return cast("Stage", self.stages[str(number)])
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

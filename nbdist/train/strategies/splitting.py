@@ -28,16 +28,25 @@ BYTES_WEIGHT = 0.1
 
 
 class Stage(nn.Module):
-    """Blocks that are applied one after the other, as `nn.Sequential` does."""
+    """Blocks that are applied one after the other, as `nn.Sequential` does.
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    Args:
+        blocks: of the model, in order.
+        first: the number of the first of them in the whole model.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], first: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks, self._first = nn.ModuleList(blocks), first
+        self.comes_to: Callable[[int], None] | None = None
+        """Called before each block goes forward, with its number in the whole model."""
 
     def forward(self, *received: Any) -> Any:
         """What the last block returns; several tensors from the stage before are one tuple."""
         value = received[0] if len(received) == 1 else received
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks, self._first):
+            if self.comes_to is not None:
+                self.comes_to(number)
             value = block(value)
         return value
 
@@ -115,7 +124,8 @@ def counts_of(
 def cut(blocks: Sequence[nn.Module], counts: Sequence[int]) -> list[Stage]:
     """The stages."""
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [Stage(blocks[start : start + num]) for start, num in zip(starts, counts, strict=True)]
+    pairs = zip(starts, counts, strict=True)
+    return [Stage(blocks[start : start + num], start) for start, num in pairs]
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[int]:

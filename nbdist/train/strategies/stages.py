@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nbdist.train.strategies.held import Held
     from nbdist.train.strategies.schedules import Order
 
+_NO_GROUP = 0, 1, -1
 MAX_SCHEDULES = 4
 """One for each shape of a batch; the oldest go first."""
 
@@ -49,16 +50,16 @@ class Stages:
     ) -> None:
         self.place = Place(0, 1)
         """Every rank sees the whole batch."""
-        self._held, self._schedule, self._seed = held, schedule, seed
+        self._schedule, self._seed = schedule, seed
         self._num_microbatches = num_microbatches
-        self._device = next(held.parameters()).device
         numeric = Objective(None, None, precision)
         self._passage = Passage(lambda: numeric.autocast(self._device))
+        self._take(held)
         from nbdist.train.strategies import torch_pipeline  # noqa: PLC0415 - it takes a second
 
         self._torch = torch_pipeline
         self._made: dict[tuple[Any, ...], Any] = {}
-        self._group = 0, 1, -1
+        self._group = _NO_GROUP
         """Own rank, size and generation of the present group."""
         self._is_new = True
         """The ranks have not settled in the present group yet."""
@@ -68,6 +69,12 @@ class Stages:
         """Name of a shared parameter -> the group of those that have it."""
         self._turn: tuple[Turn, Pieces, Any] | None = None
         """The batch that goes through now: its step, its pieces, its targets."""
+
+    def _take(self, held: Held) -> None:
+        """This is what the rank holds."""
+        self._held, self._device = held, next(held.parameters()).device
+        for number in held.layout.own:
+            held.stage(number).comes_to = self._passage.come_to
 
     # ---- the group
 
@@ -142,7 +149,7 @@ class Stages:
             keeper.take_back(own)
         elif spread is not None or held is not self._held:
             keeper.move(held, copies)
-        self._held, self._device = held, next(held.parameters()).device
+        self._take(held)
         self._copies.drop_after(keeper.step)
 
     def _held_in(self, num_stages: int) -> Held:
@@ -302,7 +309,7 @@ class Stages:
         for number, piece in enumerate(pieces):
             value: Any = piece
             for stage in range(len(self._held.layout.owners)):
-                passage.seed(stage, number, self._device)
+                passage.go_forward(number, self._device)
                 with passage.computes(Kind.FORWARD, stage, number), passage.autocast():
                     value = self._held.stage(stage)(value)
             if loss is None:
@@ -339,8 +346,12 @@ class Stages:
         return []
 
     def end(self) -> None:
-        """What a step that failed has left in the schedules is let go."""
+        """What a step that failed has left in the schedules is let go.
+
+        The next run may be in another group: all ranks begin it anew.
+        """
         self._made.clear()
+        self._group = _NO_GROUP
         self._turn = None
 
 
