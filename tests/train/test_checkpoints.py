@@ -345,7 +345,7 @@ def test_after_a_kill_in_a_save_the_newest_whole_one_is_loaded(together, tmp_pat
     """Whatever it was killed in: it is the state of one step, bit for bit, and never an older one
     than before.
 
-    The newest was incomplete, and could not be resumed from: transformers#35782, returnn#1444,
+    The newest was incomplete, and could not be resumed from: transformers#35782,
     speculators#739. Parts of an old one were mixed in: ray#41700.
     """
     moment, seen = random.Random(num), []
