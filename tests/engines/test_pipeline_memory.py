@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from nbdist.train import DataParallel, Pipeline, Trainer
 
-WIDTH, BLOCKS = 1024, 24
+WIDTH, BLOCKS = 512, 144
 NEED_BYTES = 4 * 4 * BLOCKS * (WIDTH + 1) * WIDTH
 '''Parameters, gradients, and two moments of Adam's.'''
 
@@ -21,6 +21,7 @@ def build():
 
 def limit():
     '''From now on a third of the need, beside what there is after the start.'''
+    import torch.distributed.pipelining  # some 70 MB of code, whatever the model
     status = Path("/proc/self/status").read_text()
     size_bytes = 1024 * int(re.search(r"VmData:\\s+(\\d+)", status)[1])
     most = resource.getrlimit(resource.RLIMIT_DATA)[1]

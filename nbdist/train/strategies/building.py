@@ -9,6 +9,8 @@ Runs in the engine's main thread.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""As malloc.h has them."""
+_SPARED_FROM_BYTES = 128 << 10
+_KEPT_UP_TO_BYTES = 32 << 20
+"""glibc's own most."""
 
 
 def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, Outline] | None:
@@ -52,8 +60,28 @@ def build(make: Callable[[], nn.Module], made: Outline, wanted: Iterable[Tensor]
         ValueError: a wanted tensor is computed from one that is not.
     """
     keep = {made.place(tensor) for tensor in wanted}
-    with _Sparing(made.lasting - keep, keep):
+    with _given_back(), _Sparing(made.lasting - keep, keep):
         return make()
+
+
+@contextlib.contextmanager
+def _given_back() -> Iterator[None]:
+    """Within, what is freed goes back to the system at once.
+
+    glibc keeps blocks of this size for the next ones, in which torch's, being aligned, do not fit:
+    so they would add up to the whole model. Afterwards it keeps them up to the size to which it
+    would have come by itself.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _SPARED_FROM_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_UP_TO_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_UP_TO_BYTES)
 
 
 class _Watched(TorchDispatchMode):
