@@ -79,10 +79,13 @@ def read(name: str, folder: str) -> tuple[int, list[str]]:
     return loaded.step, loaded.notes
 
 
-def take(name: str) -> None:
+def take(name: str, *, is_wanted: bool) -> None:
     """`protocol.calls.TAKE`."""
-    trainer, loaded = _read.pop(name)
-    trainer.take(loaded)
+    found = _read.pop(name, None)
+    if is_wanted:
+        assert found is not None  # this call comes after that of `read`
+        trainer, loaded = found
+        trainer.take(loaded)
 
 
 def _write(present: Runs, part: Part, partial: str) -> None:

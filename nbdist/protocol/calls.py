@@ -36,4 +36,4 @@ READ = _function("read", "saving")
 """(name: str, folder: str) -> (int, list[str]): read a checkpoint; its step, and notes on it."""
 
 TAKE = _function("take", "saving")
-"""(name: str) -> None: have what was read."""
+"""(name: str, is_wanted: bool) -> None: have what was read, or let go of it."""

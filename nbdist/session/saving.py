@@ -5,13 +5,14 @@ Runs in the thread of the kernel that calls; loads no torch.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoints
-from nbdist.errors import CellFailed, CheckpointUnreadable, RankError, WrongState
+from nbdist.errors import CellFailed, CheckpointUnreadable, NbdistError, RankError, WrongState
 from nbdist.protocol import calls
 from nbdist.protocol import saves as sv
 from nbdist.session.run_end import Detached
@@ -94,8 +95,10 @@ class Saving:
             try:
                 read = self._calls.call(calls.READ, run, known, str(found.path))
             except CellFailed as error:
+                with contextlib.suppress(NbdistError):  # a rank that is gone has let go of it
+                    self._calls.call(calls.TAKE, run, known, is_wanted=False)
                 raise _of_checkpoint(error) from None
-            self._calls.call(calls.TAKE, run, known)
+            self._calls.call(calls.TAKE, run, known, is_wanted=True)
         held_s = time.monotonic() - began_at
         step, notes = read[min(read)]
         passed_over = [f"passed over: {why}" for why in found.skipped]
