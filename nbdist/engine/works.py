@@ -33,29 +33,41 @@ class Works:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._is_cut = False
         self._open: dict[int, tuple[_Promise, Any]] = {}
         self._given_up: list[Any] = []
         self._calls: dict[int, concurrent.futures.Future[None]] = {}
 
+    def begin(self) -> None:
+        """A group is about to be formed: what follows is in that one."""
+        with self._lock:
+            self._is_cut = False
+
     def follow(self, work: Any) -> _Promise:
-        """What a collective will give; an error as soon as its group is cut."""
+        """What a collective will give; an error as soon as its group is cut.
+
+        It may have been cut since the collective began, a moment ago.
+        """
         promise: _Promise = Future()
         with self._lock:
-            self._open[id(promise)] = promise, work
-        work.get_future().add_done_callback(lambda future: self._settle(promise, future))
+            is_cut = self._is_cut
+            if is_cut:
+                self._given_up.append(work)
+            else:
+                self._open[id(promise)] = promise, work
+        if is_cut:
+            _break(promise, dist.DistNetworkError(_CUT))
+        else:
+            work.get_future().add_done_callback(lambda future: self._settle(promise, future))
         return promise
 
-    def call(self, function: Callable[[], object], is_cut: Callable[[], bool]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Wait for a call that waits natively: torch tells of no send or receive when it is done.
 
         The thread that it runs in is left behind where the call never ends.
 
-        Args:
-            function: what is called.
-            is_cut: whether the group is cut already.
-
         Raises:
-            DistNetworkError: the group was cut. Or what the call raises.
+            DistNetworkError: the group was cut, before perhaps. Or what the call raises.
         """
         promise: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -68,11 +80,10 @@ class Works:
                 self._end_call(promise, None)
 
         with self._lock:
+            if self._is_cut:
+                raise dist.DistNetworkError(_CUT)
             self._calls[id(promise)] = promise
-        if is_cut():
-            self._end_call(promise, dist.DistNetworkError(_CUT))
-        else:
-            threading.Thread(target=run, name="nbdist-transfer", daemon=True).start()
+        threading.Thread(target=run, name="nbdist-transfer", daemon=True).start()
         promise.result()
 
     def _end_call(self, promise: concurrent.futures.Future[None], error: Exception | None) -> None:
@@ -86,11 +97,13 @@ class Works:
 
     def give_up(self) -> None:
         """The group is cut: nothing more is waited for."""
-        for call in list(self._calls.values()):
-            self._end_call(call, dist.DistNetworkError(_CUT))
         with self._lock:
+            self._is_cut = True
+            calls = list(self._calls.values())
             given_up, self._open = list(self._open.values()), {}
             self._given_up += [work for _, work in given_up]
+        for call in calls:
+            self._end_call(call, dist.DistNetworkError(_CUT))
         for promise, _ in given_up:
             _break(promise, dist.DistNetworkError(_CUT))
 

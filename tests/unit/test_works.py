@@ -67,10 +67,10 @@ def test_late_result():
 def test_a_call_that_ends():
     """Who waits goes on, or is given what it raises."""
     works, called = Works(), []
-    works.call(lambda: called.append(1), is_cut=lambda: False)
+    works.call(lambda: called.append(1))
     assert called == [1]
     with pytest.raises(ZeroDivisionError):
-        works.call(lambda: 1 / 0, is_cut=lambda: False)
+        works.call(lambda: 1 / 0)
 
 
 def test_a_call_that_never_ends():
@@ -87,13 +87,27 @@ def test_a_call_that_never_ends():
 
     threading.Thread(target=give_up).start()
     with pytest.raises(RuntimeError, match="cut"):
-        works.call(wait, is_cut=lambda: False)
+        works.call(wait)
     ends.set()
 
 
 def test_a_call_in_a_group_that_is_cut():
     """It is not made: nobody would free it."""
     works, called = Works(), []
+    works.give_up()
     with pytest.raises(RuntimeError, match="cut"):
-        works.call(lambda: called.append(1), is_cut=lambda: True)
+        works.call(lambda: called.append(1))
     assert called == []
+
+
+def test_a_cut_between_a_collectives_begin_and_the_wait_for_it():
+    """Who would wait from then on is freed as well; in the next group, waits are waits again."""
+    works, stuck, work = Works(), Work(), Work()
+    works.give_up()
+    with pytest.raises(RuntimeError, match="cut"):
+        works.follow(stuck).wait()
+    assert works.take_stuck(0.01) == [stuck]
+    works.begin()
+    promise = works.follow(work)
+    work.future.set_result([torch.ones(1)])
+    assert promise.wait()[0].tolist() == [1]
