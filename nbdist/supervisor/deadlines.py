@@ -86,7 +86,8 @@ class Deadlines(World):
         elif self.phase is Phase.BREAKING and seat.slot in self.awaited:
             limit_s = 0.0 if seat.slot in self._uncuttable else UNBLOCK_LIMIT_S
             if now - self.phase_since > limit_s:
-                self.kill(seat, "stood in a native wait that a cut of its group did not end")
+                place = f"{where.operation}, {where.line}" if where.line else where.operation
+                self.kill(seat, f"stood in a wait that a cut of its group did not end: {place}")
 
     def _look_at_laggards(self, now: float) -> None:
         """In a run: kill whoever stays away from a collective in which all others wait too long.
