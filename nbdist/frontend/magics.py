@@ -296,9 +296,11 @@ class DistMagics(Magics):
         args = read_line(self.dist_slow, line)
         cluster = session.current()
         ranks = parse_targets(args.rank, cluster.world_size)
+        known = Counter(cluster.warnings)
         cluster.slow(ranks, args.factor)
         pace = "as quick as before" if args.factor == 1 else f"{args.factor:g} times as slow"
         show_line(f"Now {pace}: {name_ranks(ranks)}.")
+        _show_new_warnings(cluster, known)
 
     @magic("line", option("size", type=as_count, metavar="N", help="engines that there shall be"))
     def dist_scale(self, line: str) -> None:
@@ -310,7 +312,7 @@ class DistMagics(Magics):
         show_line(
             f"Running: {name_ranks(range(cluster.world_size))}, generation {cluster.generation}."
         )
-        show_warnings(list((Counter(cluster.warnings) - known).elements()))
+        _show_new_warnings(cluster, known)
 
     @magic("line")
     def dist_shutdown(self, line: str) -> None:
@@ -371,3 +373,8 @@ def _ranks(text: str | None, cluster: session.Cluster) -> tuple[int, ...] | None
     if text is None or text.strip() == "all":
         return None
     return parse_targets(text, cluster.world_size)
+
+
+def _show_new_warnings(cluster: session.Cluster, known: Counter[str]) -> None:
+    """What there is to warn of since."""
+    show_warnings(list((Counter(cluster.warnings) - known).elements()))

@@ -28,6 +28,7 @@ from nbdist.session.dashboards import Dashboards
 from nbdist.session.feed import Feeds
 from nbdist.session.link import Link
 from nbdist.session.runs import Runs
+from nbdist.session.slowing import risk_of, slow_factor
 from nbdist.session.status import (
     RankStatus,
     check_cell,
@@ -36,7 +37,6 @@ from nbdist.session.status import (
     is_healthy,
     log_ends,
     rank_status,
-    slow_factor,
     trouble_of,
     why_unhealthy,
 )
@@ -78,6 +78,8 @@ class Cluster:
         self.dashboards = Dashboards(self, self._link.ask)
         """Where live views subscribe; those that are open."""
         self._runs = Runs(self._link.ask, self.dashboards)
+        self._risk: list[str] = []
+        """What may come of how slow ranks were made last."""
 
     # ---- what it is
 
@@ -109,7 +111,10 @@ class Cluster:
     @property
     def warnings(self) -> list[str]:
         """What the user should know about how this cluster runs."""
-        return [*self._seen.notes, *crowding(self._seen.size, self.config.num_engines), *own_use()]
+        is_any_slow = any(seat.slow_factor > 1 for seat in self._seen.seats)
+        risk = self._risk if is_any_slow else []
+        crowd = crowding(self._seen.size, self.config.num_engines)
+        return [*self._seen.notes, *crowd, *risk, *own_use()]
 
     @property
     def logs(self) -> Path:
@@ -156,17 +161,10 @@ class Cluster:
     def push(self, *, ranks: int | Iterable[int] | None = None, **named: Any) -> None:
         """Bind names on the engines; engines that join later get them too.
 
-        Raises what pickling a value raises.
+        Raises:
+            TypeError: a value cannot be sent; the message says which, and why.
         """
-        packed = {}
-        for name, value in named.items():
-            try:
-                packed[name] = values.pack(value)
-            except Exception as error:
-                text = (
-                    f"{name} (a {type(value).__name__}) cannot be sent: {error}. Nothing was sent"
-                )
-                raise TypeError(text) from error
+        packed = values.pack_named(named)
         run = self._cells.begin("", ranks=self._chosen(ranks), once=False, pushed=packed)
         succeeded = False
         try:
@@ -243,11 +241,14 @@ class Cluster:
         Args:
             ranks: which.
             factor: in a trainer's steps their own compute takes so many times as long, by sleep;
-                1 ends it. Who takes the seat of a slow engine is not slow.
+                1 ends it. Who takes the seat of a slow engine is not slow. `warnings` say where
+                a rank will be taken for hung.
         """
-        factor = slow_factor(factor)
+        factor, seats = slow_factor(factor), self._seen.seats
+        risk = risk_of(factor, seats, self._runs.usual_s(), self.config.hang_timeout_s)
         slots = tuple(self._seen.membership.slots[rank] for rank in self._chosen(ranks) or ())
         self._ask(od.SlowEngines(slots=slots, factor=factor), 10.0)
+        self._risk = risk
 
     def scale(self, size: int) -> None:
         """Grow or shrink to `size` engines; returns when the new world is formed.

@@ -205,18 +205,6 @@ def check_cell(code: object, timeout: object) -> None:
         raise TypeError(f"timeout={timeout!r}: seconds, or None for no limit")
 
 
-def slow_factor(factor: object) -> float:
-    """How slow an engine is to be.
-
-    Raises:
-        ValueError: it is no number of at least 1.
-    """
-    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-    if not is_number or not 1 <= float(factor) < math.inf:  # type: ignore[arg-type]
-        raise ValueError(f"factor={factor!r}: a number, at least 1; 1 ends it")
-    return float(factor)  # type: ignore[arg-type]
-
-
 def log_ends(folder: Path, num_lines: int = 8) -> str:
     """The last lines of every log."""
     parts = []

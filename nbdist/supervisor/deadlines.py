@@ -103,7 +103,10 @@ class Deadlines(World):
             trains = beat is None or (beat.step is not None and not beat.is_patient)
             if trains and (beat is None or beat.waiting is None) and not seat.killed_why:
                 seat.ordered_at = now - limit_s
-                self.kill(seat, f"hung: away from a collective that others wait in, {limit_s:g} s")
+                slow = 1.0 if beat is None else beat.slow_factor
+                slowed = f"; it was made {slow:g} times as slow" if slow > 1 else ""
+                why = f"hung: away from a collective that others wait in, {limit_s:g} s{slowed}"
+                self.kill(seat, why)
 
     def _look_at_stand(self, now: float) -> None:
         """A member that stands while others wait for it in a step has missed an order."""

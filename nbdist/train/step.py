@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from nbdist.train.ports import RunPort
     from nbdist.train.state import State
 
+NAP_S = 0.02
+"""A rank that was made slow looks so often whether it still is."""
 _FULL = (torch.float32, torch.float64)
 
 
@@ -260,8 +262,10 @@ class Step:
 
     def _lag(self) -> None:
         """Be slow, as the user wants it: the common sums begin with the last backward pass."""
-        began_at = time.monotonic()
-        time.sleep((self._port.slow_factor - 1) * self._state.compute_s)
+        began_at, port, compute_s = time.monotonic(), self._port, self._state.compute_s
+        # In short naps: the user may set another factor meanwhile, or the group may break.
+        while (left_s := (port.slow_factor - 1) * compute_s - time.monotonic() + began_at) > 0:
+            time.sleep(min(left_s, NAP_S))
         self._stamps.slept(time.monotonic() - began_at)
 
     def _look_ahead(self) -> None:

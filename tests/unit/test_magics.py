@@ -51,7 +51,7 @@ class FakeCluster:
         self.world_size = 4
         self.generation = 1
         self.incidents = []
-        self.warnings = []
+        self.warnings, self.risk = [], []
         self.calls = []
         self.error = None
         self.trouble = ""
@@ -113,6 +113,7 @@ class FakeCluster:
 
     def slow(self, ranks, factor):
         self.calls.append(("slow", ranks, factor))
+        self.warnings += self.risk
 
     def scale(self, size):
         self.calls.append(("scale", size))
@@ -475,6 +476,8 @@ def test_kill_takes_any_selection_and_a_signal(shell, cluster, capsys, line, ran
     [
         ("%dist_slow 2 5", (2,), 5.0, "Now 5 times as slow: rank 2."),
         ("%dist_slow 0,3 1.5", (0, 3), 1.5, "Now 1.5 times as slow: ranks 0,3."),
+        ("%dist_slow 1 1e9", (1,), 1e9, "Now 1e+09 times as slow: rank 1."),
+        ("%dist_slow 1 '2.5E1'", (1,), 25.0, "Now 25 times as slow: rank 1."),
         ("%dist_slow all 1", (0, 1, 2, 3), 1.0, "Now as quick as before: ranks 0-3."),
     ],
 )
@@ -483,6 +486,14 @@ def test_slow_takes_any_selection_and_a_factor(shell, cluster, capsys, line, ran
     run(shell, line)
     assert cluster.calls == [("slow", ranks, factor)]
     assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_slow_warns_of_what_may_come_of_it(shell, cluster, capsys):
+    """Below the answer; what was warned of before is not repeated."""
+    cluster.warnings, cluster.risk = ["old"], ["it may be ended as hung"]
+    run(shell, "%dist_slow 1 1000")
+    out = capsys.readouterr().out
+    assert out == "Now 1000 times as slow: rank 1.\nWarning: it may be ended as hung\n"
 
 
 def test_scale_shows_the_new_world_and_what_is_new_to_warn_of(shell, cluster, capsys):
@@ -693,6 +704,8 @@ def test_the_dashboard_is_shown(shell, cluster, published, line, call):
         ("%dist_slow 1", UsageError, "required: FACTOR"),
         ("%dist_slow 1 0.5", UsageError, "0.5 is not a number of at least 1"),
         ("%dist_slow 1 inf", UsageError, "inf is not a number of at least 1"),
+        ("%dist_slow 1 nan", UsageError, "nan is not a number of at least 1"),
+        ("%dist_slow 1 1e400", UsageError, "1e400 is not a number of at least 1"),
         ("%dist_slow 7 2", errors.TargetError, "no rank 7"),
         ("%dist_push", UsageError, "required: NAME"),
         ("%dist_push nowhere", UsageError, "no variable 'nowhere'"),
@@ -711,6 +724,7 @@ def test_the_dashboard_is_shown(shell, cluster, published, line, call):
         ("%dist_pause now", UsageError, "unrecognized arguments: now"),
         ("%dist_pull for", UsageError, "for is not a name"),
         ("%dist_pull x -r 0,9", errors.TargetError, "no rank 9"),
+        ("%%distributed -t nan\n1", UsageError, "nan is not a number of seconds above 0"),
         ("%%distributed -t 0\n1", UsageError, "0 is not a number of seconds above 0"),
         ("%%distributed -t soon\n1", UsageError, "soon is not a number of seconds"),
         ("%%distributed -o 1x\n1", UsageError, "1x is not a name"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from msgspec.structs import replace
 
 from nbdist.config import ClusterConfig
 from nbdist.errors import named_error
@@ -2192,6 +2193,17 @@ def test_who_stays_away_from_a_collective_of_a_run_is_hung(more, is_hung):
     said = world.tick()
     assert killed(said) == ([1] if is_hung else [])
     assert killed(world.tick(0.1)) == []
+
+
+def test_who_was_made_slow_and_hangs_for_it_is_told_so():
+    """The reason names the factor, so that nobody looks for another one."""
+    world = World.running(2, hang_timeout_s=2.0)
+    world.train()
+    world.beat(0, waits=2.1, step=3)
+    world.beat(1, step=3)
+    world.seat(1).beat = replace(world.seat(1).beat, slow_factor=500.0)
+    (kill,) = only(world.tick(), do.KillEngine)
+    assert kill.why.endswith("2 s; it was made 500 times as slow")
 
 
 def test_nobody_is_hung_before_the_last_that_waits_has_waited_long_enough():
