@@ -282,7 +282,7 @@ class DistMagics(Magics):
         """
         args = read_line(self.dist_kill, line)
         cluster = session.current()
-        ranks = parse_targets(",".join(part.strip(",") for part in args.ranks), cluster.world_size)
+        ranks = _targets(",".join(part.strip(",") for part in args.ranks), cluster)
         cluster.kill(ranks, signal=args.signal)
         show_line(f"Sent {args.signal} to {name_ranks(ranks)}.")
 
@@ -295,7 +295,7 @@ class DistMagics(Magics):
         """Make a rank so many times as slow as it is, to watch a straggler."""
         args = read_line(self.dist_slow, line)
         cluster = session.current()
-        ranks = parse_targets(args.rank, cluster.world_size)
+        ranks = _targets(args.rank, cluster)
         known = Counter(cluster.warnings)
         cluster.slow(ranks, args.factor)
         pace = "as quick as before" if args.factor == 1 else f"{args.factor:g} times as slow"
@@ -372,6 +372,12 @@ def _ranks(text: str | None, cluster: session.Cluster) -> tuple[int, ...] | None
     """The ranks of an option; None is all, those that join later too."""
     if text is None or text.strip() == "all":
         return None
+    return _targets(text, cluster)
+
+
+def _targets(text: str, cluster: session.Cluster) -> tuple[int, ...]:
+    """The ranks that are selected; where the world is lost, there is none to be named."""
+    cluster.check_alive()
     return parse_targets(text, cluster.world_size)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from nbdist.errors import (
     NbdistError,
     NotStarted,
+    RecoveryFailed,
     StartFailed,
 )
 from nbdist.gpus import own_use
@@ -62,7 +63,7 @@ class Cluster:
 
     def __init__(self, rundir: RunDir, config: ClusterConfig) -> None:
         self.config = config
-        self.on_shutdown: Callable[[], None] = _nothing
+        self.on_shutdown: Callable[[], None] = lambda: None
         """Called once, when its shutdown begins."""
         self._rundir = rundir
         self._pid = os.getpid()
@@ -262,6 +263,11 @@ class Cluster:
         size = operator.index(size)
         self._ask(od.Scale(size=size), self.config.start_timeout_s + 30.0)
 
+    def check_alive(self) -> None:
+        """Raise RecoveryFailed where nothing is left to go on with; it says what works then."""
+        if self._seen.phase == "failed":
+            raise RecoveryFailed(self._seen.reason)
+
     def wait_healthy(self, timeout: float = 30.0, after: int | None = None) -> None:
         """Wait until all seats are filled and the group is formed.
 
@@ -376,8 +382,8 @@ class Cluster:
         return self._link.ask(order, timeout)
 
     def _chosen(self, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
-        world_size = self.world_size  # raises where the cluster is shut down
-        return None if ranks is None else chosen_ranks(ranks, world_size)
+        self.check_alive()
+        return None if ranks is None else chosen_ranks(ranks, self.world_size)
 
     def _look(
         self, function: str, ranks: tuple[int, ...] | None, *args: Any, **kwargs: Any
@@ -392,7 +398,3 @@ class Cluster:
     def _call(self, function: str, run: CellRun, *args: Any, **kwargs: Any) -> dict[int, Any]:
         engines = {rank: run.membership.members[rank].engine_id for rank in run.ranks}
         return self._client.call(engines, function, *args, check=run.raise_if_ended, **kwargs)
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""

@@ -108,6 +108,10 @@ class FakeCluster:
         self.calls.append(("pull", name, ranks))
         return {rank: rank * 10 for rank in ranks or range(self.world_size)}
 
+    def check_alive(self):
+        if self.state == "failed":
+            raise errors.RecoveryFailed("nobody is left. End it with %dist_reset")
+
     def kill(self, ranks, *, signal="KILL"):
         self.calls.append(("kill", ranks, signal))
 
@@ -453,6 +457,17 @@ def test_pull_does_not_overwrite_unless_forced(shell, cluster):
     assert (shell.user_ns["mine"], cluster.calls) == ("old", [])
     run(shell, "%dist_pull mine -r 3 -f")
     assert shell.user_ns["mine"] == 30
+
+
+@pytest.mark.parametrize(
+    "line", ["%dist_kill 7", "%dist_slow 7 2", "%dist_pull x -r 7", "%%rank[7]\n1"]
+)
+def test_in_a_world_that_is_lost_no_rank_is_looked_for(shell, cluster, line):
+    """What works then is said, not that the world could be grown."""
+    cluster.state = "failed"
+    with pytest.raises(errors.RecoveryFailed, match="%dist_reset"):
+        run(shell, line)
+    assert cluster.calls == []
 
 
 @pytest.mark.parametrize(
