@@ -18,6 +18,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, magics_class
 
 from nbdist.errors import NbdistError, NotStarted, WrongState
+from nbdist.frontend import tracebacks
 from nbdist.frontend.arguments import (
     as_count,
     as_devices,
@@ -61,10 +62,12 @@ def load(shell: InteractiveShell) -> None:
     shell.register_magics(DistMagics, RunMagics)
     if rewrite_rank_cell not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(rewrite_rank_cell)
+    tracebacks.install(shell)
 
 
 def unload(shell: InteractiveShell) -> None:
     """Take away what `load` added."""
+    tracebacks.uninstall(shell)
     if rewrite_rank_cell in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(rewrite_rank_cell)
     for magics in (DistMagics, RunMagics):

@@ -13,12 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.errors import (
-    NbdistError,
-    NotStarted,
-    RecoveryFailed,
-    StartFailed,
-)
+from nbdist.errors import NbdistError, NotStarted, RecoveryFailed, StartFailed
 from nbdist.gpus import own_use
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
@@ -33,6 +28,7 @@ from nbdist.session.slowing import risk_of, slow_factor
 from nbdist.session.status import (
     RankStatus,
     check_cell,
+    check_limit,
     chosen_ranks,
     crowding,
     is_healthy,
@@ -279,6 +275,7 @@ class Cluster:
             RecoveryFailed, WrongState: it cannot become healthy; the latter by policy shrink.
             TimeoutError: it did not in time; the message says what is missing.
         """
+        check_limit(timeout, may_be_none=False)
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:

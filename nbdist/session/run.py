@@ -21,7 +21,7 @@ from nbdist.protocol.story import OVER, RunStory
 from nbdist.session.curves import SlotCurves
 from nbdist.session.run_end import Detached, in_brackets, in_words, raise_if_failed
 from nbdist.session.run_record import RunRecord
-from nbdist.session.status import amount, whole_number
+from nbdist.session.status import amount, check_limit, whole_number
 
 if TYPE_CHECKING:
     import os
@@ -230,6 +230,7 @@ class Run:
             WrongState: the cluster was shut down before the run was over.
             TimeoutError: it is not over after `timeout` seconds; the message says how far it is.
         """
+        check_limit(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             with self._changed:

@@ -177,6 +177,8 @@ def amount(name: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise TypeError(f"{name}={value!r}: a number") from None
+    except OverflowError:
+        number = math.inf
     if isinstance(value, bool | str) or not math.isfinite(number) or number < 0:
         raise ValueError(f"{name}={value!r}: a finite number, at least 0")
     return number
@@ -201,8 +203,15 @@ def check_cell(code: object, timeout: object) -> None:
     """Raises TypeError where they are no source and no number of seconds."""
     if not isinstance(code, str):
         raise TypeError(f"code={code!r}: the source of a cell is text")
-    if not isinstance(timeout, int | float | None):
-        raise TypeError(f"timeout={timeout!r}: seconds, or None for no limit")
+    check_limit(timeout)
+
+
+def check_limit(timeout: object, *, may_be_none: bool = True) -> None:
+    """Raises TypeError where it is no number of seconds."""
+    is_none = timeout is None and may_be_none
+    if not hasattr(timeout, "__float__") and not is_none:
+        none = ", or None for no limit" if may_be_none else ""
+        raise TypeError(f"timeout={timeout!r}: seconds{none}")
 
 
 def log_ends(folder: Path, num_lines: int = 8) -> str:

@@ -358,6 +358,12 @@ def test_a_wait_that_is_too_short_says_how_far_it_is(run, supervisor):
         run.wait(0.01)
 
 
+def test_a_wait_that_is_no_number_of_seconds_is_named(run):
+    """Before anything is waited for."""
+    with pytest.raises(TypeError, match="timeout='5': seconds, or None for no limit"):
+        run.wait("5")
+
+
 def test_a_run_that_failed_raises_what_the_engine_raised(run):
     """With the engine's traceback, by rank."""
     fault = rn.RunFault(kind="ValueError", message="no", rank=2, traceback=("line 1", "line 2"))
@@ -499,7 +505,8 @@ def test_steps_are_whole_and_at_least_one(run, supervisor, steps):
 @pytest.mark.parametrize(
     ("lr", "error"),
     [(-1, ValueError), (float("nan"), ValueError), (float("inf"), ValueError), (True, ValueError),
-     ("1", ValueError), ("x", TypeError), (None, TypeError), ([1], TypeError)],
+     ("1", ValueError), (10**400, ValueError), ("x", TypeError), (None, TypeError),
+     ([1], TypeError)],
 )  # fmt: skip
 def test_a_rate_is_a_finite_number(run, supervisor, lr, error):
     """Nothing is sent otherwise."""

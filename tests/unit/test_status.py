@@ -13,6 +13,7 @@ from nbdist.protocol.orders import SeatView, WorldView
 from nbdist.protocol.topology import EMPTY, Member, Membership
 from nbdist.session.status import (
     check_cell,
+    check_limit,
     chosen_ranks,
     lack_of,
     rank_status,
@@ -214,6 +215,14 @@ def test_in_an_empty_world_there_is_no_rank_to_choose():
 def test_a_cell_is_text_and_its_limit_seconds(timeout):
     """Or no limit."""
     check_cell("f()", timeout)
+
+
+@pytest.mark.parametrize("timeout", [None, "5", [5], 1j])
+def test_where_there_must_be_a_limit_it_is_seconds(timeout):
+    """Nothing else can be waited for."""
+    check_limit(np.float32(0.5), may_be_none=False)
+    with pytest.raises(TypeError, match=r"timeout=.*: seconds$"):
+        check_limit(timeout, may_be_none=False)
 
 
 @pytest.mark.parametrize(
