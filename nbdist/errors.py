@@ -265,16 +265,24 @@ def named_error(kind: str, message: str) -> NbdistError:
     return NbdistError(f"{kind}: {message}")
 
 
-def _rendered(headline: str, errors: Mapping[int, NbdistError], notes: Sequence[str]) -> list[str]:
+def headline(errors: Mapping[int, NbdistError]) -> str:
+    """What ranks raised in one line: the first error, and all ranks that have raised one."""
+    return f"{next(iter(errors.values())).args[0]} ({_ranks(list(errors))})"
+
+
+def _rendered(
+    first_line: str, errors: Mapping[int, NbdistError], notes: Sequence[str]
+) -> list[str]:
     """The lines of an error of several ranks."""
     folded: dict[tuple[str, ...], list[int]] = {}
     for rank, error in errors.items():
         lines = error.traceback if isinstance(error, RankError) else []
         lines = lines or [str(error)]  # an interrupted rank has none
         folded.setdefault(tuple(lines), []).append(rank)
-    out = [headline]
+    out = [first_line]
     for traceback, ranks in folded.items():
-        out += ["", f"On {_ranks(ranks)}:", *traceback]
+        is_said = len(folded) == len(traceback) == 1 and traceback[0] in first_line
+        out += [] if is_said else ["", f"On {_ranks(ranks)}:", *traceback]
     return [*out, *([""] if notes else []), *notes]
 
 

@@ -273,7 +273,11 @@ class Machine(Deadlines):
         if self.gate.failed_slots(event.cell) - {event.slot}:
             return RAISED_ELSEWHERE
         if ranks is not None and len(set(ranks)) < self.membership.world_size:
-            return f"trainer.steps() trains on all ranks; this cell was sent to {list(ranks)} only"
+            some = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+            return (
+                f"trainer.steps() trains on all ranks, and this cell was sent to {some} only; a "
+                "loop over it belongs in a %%distributed cell without -r"
+            )
         return ""
 
     def _raised(self, event: rn.RunRaised, now: float) -> None:

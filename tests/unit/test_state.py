@@ -2372,7 +2372,11 @@ def test_a_cell_of_some_ranks_cannot_train(ranks):
     world = World.running(2)
     world.begin("c1", ranks)
     said = world.say(rn.RunEntered, 0, cell="c1", loop=0, step=0, steps=9)
-    assert bool(orders(said, rn.EndRun)) is (len(ranks) < 2)
+    ended = orders(said, rn.EndRun)
+    assert bool(ended) is (len(ranks) < 2)
+    for end in ended.values():
+        assert "this cell was sent to rank 0 only; a loop" in end.fault.message
+        assert "%%distributed" in end.fault.message
 
 
 def test_a_cell_that_is_over_frees_who_trains_in_it():
