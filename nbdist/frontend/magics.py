@@ -42,6 +42,7 @@ from nbdist.frontend.display import (
 from nbdist.frontend.run_magics import RunMagics
 from nbdist.frontend.targets import name_ranks, parse_targets
 from nbdist.session import start as session
+from nbdist.session.status import crowding
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -164,7 +165,10 @@ class DistMagics(Magics):
             ranks = name_ranks(range(running.world_size))
             show_line(f"Already running: {ranks}, generation {running.generation}.")
             show_warnings([running.trouble] if running.trouble else [])
-            show_line("Nothing was changed; %dist_shutdown ends it.")
+            wanted = args.num_engines
+            is_other = wanted is not None and wanted != running.world_size
+            scale = f"%dist_scale {wanted} makes it {wanted}, " if is_other else ""
+            show_line(f"Nothing was changed; {scale}%dist_shutdown ends it.")
             return
         try:
             cluster = session.start(
@@ -181,7 +185,10 @@ class DistMagics(Magics):
         except ValueError as error:  # a setting that the session refuses, in words
             raise UsageError(str(error)) from error
         show_seats(cluster.status(), is_verbose=args.verbose)
-        show_warnings(cluster.warnings)
+        # Who starts more engines than there are cores says so here, and what a notebook shows of
+        # its start is the same on every machine. %dist_status tells it, and so does %dist_scale.
+        known = Counter(crowding(cluster.world_size))
+        _show_new_warnings(cluster, known)
 
     @magic(
         "cell",

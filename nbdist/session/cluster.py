@@ -110,8 +110,7 @@ class Cluster:
         """What the user should know about how this cluster runs."""
         is_any_slow = any(seat.slow_factor > 1 for seat in self._seen.seats)
         risk = self._risk if is_any_slow else []
-        crowd = crowding(self._seen.size, self.config.num_engines)
-        return [*self._seen.notes, *crowd, *risk, *own_use()]
+        return [*self._seen.notes, *crowding(self._seen.size), *risk, *own_use()]
 
     @property
     def logs(self) -> Path:

@@ -89,11 +89,10 @@ def is_healthy(view: od.WorldView, after: int | None) -> bool:
     return view.healthy and (after is None or view.membership.generation > after)
 
 
-def crowding(size: int, num_asked: int) -> list[str]:
-    """A warning where a cluster of `num_asked` has grown to more engines than there are cores."""
+def crowding(size: int) -> list[str]:
+    """A warning where there are more engines than this host has cores or GPUs for."""
     cores = default_num_engines()
-    too_many = size > max(cores, num_asked)
-    return [f"{size} engines share {cores} CPU cores or GPUs"] if too_many else []
+    return [f"{size} engines share {cores} CPU cores or GPUs"] if size > cores else []
 
 
 def _in_short(activity: str) -> str:

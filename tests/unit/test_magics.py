@@ -164,14 +164,14 @@ def published(bare_shell, monkeypatch):
 @pytest.fixture(autouse=True)
 def session(monkeypatch):
     """The session as the magics see it: nothing runs; `start` makes a FakeCluster."""
-    fake = SimpleNamespace(cluster=None, started=[], error=None)
+    fake = SimpleNamespace(cluster=None, started=[], error=None, warnings=["fork is not possible"])
 
     def start(num_engines=None, **options):
         fake.started.append((num_engines, options))
         if fake.error:
             raise fake.error
         fake.cluster = FakeCluster()
-        fake.cluster.warnings = ["fork is not possible"]
+        fake.cluster.warnings = list(fake.warnings)
         return fake.cluster
 
     def current():
@@ -283,6 +283,36 @@ def test_init_twice_says_so_and_changes_nothing(shell, session, cluster, capsys)
     assert session.started == []
     assert cluster.calls == []
     assert capsys.readouterr().out.startswith("Already running: ranks 0-3, generation 1.\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "%dist_init -n 2",
+            "Nothing was changed; %dist_scale 2 makes it 2, %dist_shutdown ends it.",
+        ),
+        ("%dist_init -n 4", "Nothing was changed; %dist_shutdown ends it."),
+        ("%dist_init", "Nothing was changed; %dist_shutdown ends it."),
+    ],
+)
+def test_init_of_another_size_names_the_magic_that_scales(shell, cluster, capsys, line, said):
+    """Where the size is another one."""
+    run(shell, line)
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert cluster.calls == []
+
+
+def test_that_engines_share_cores_is_said_by_status_and_not_at_the_start(
+    shell, session, capsys, monkeypatch
+):
+    """What a notebook shows of its start is the same on every machine."""
+    monkeypatch.setattr(magics, "crowding", lambda size: [f"{size} engines share 2 cores"])
+    session.warnings = ["4 engines share 2 cores", "fork is not possible"]
+    run(shell, "%dist_init -n 4")
+    assert capsys.readouterr().out.splitlines()[5:] == ["Warning: fork is not possible"]
+    run(shell, "%dist_status")
+    assert "Warning: 4 engines share 2 cores" in capsys.readouterr().out
 
 
 def test_a_setting_that_the_session_refuses_is_a_usage_error(shell, session):

@@ -11,10 +11,12 @@ import nbdist
 from nbdist.errors import TargetError
 from nbdist.protocol.orders import SeatView, WorldView
 from nbdist.protocol.topology import EMPTY, Member, Membership
+from nbdist.session import status
 from nbdist.session.status import (
     check_cell,
     check_limit,
     chosen_ranks,
+    crowding,
     lack_of,
     rank_status,
     trouble_of,
@@ -209,6 +211,13 @@ def test_in_an_empty_world_there_is_no_rank_to_choose():
     """And it is said so."""
     with pytest.raises(TargetError, match=r"\(no rank\)"):
         chosen_ranks(0, 0)
+
+
+def test_engines_that_share_cores_are_told_however_they_came(monkeypatch):
+    """Asked for at the start or added later."""
+    monkeypatch.setattr(status, "default_num_engines", lambda: 2)
+    assert crowding(2) == []
+    assert crowding(3) == ["3 engines share 2 CPU cores or GPUs"]
 
 
 @pytest.mark.parametrize("timeout", [None, 1, 0.5])
