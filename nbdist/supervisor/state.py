@@ -106,7 +106,10 @@ class Machine(Deadlines):
             ranks, detect_s = {event.slot: rank}, now - end.at
             incident = self.story.begin(end.kind, self.generation, ranks, end.cause, now)
             incident.detect_s, incident.reason = detect_s, reason
-            self._break(f"rank {rank} (slot {event.slot}) is gone: {end.words}", now)
+            gone = f"rank {rank} (slot {event.slot}) is gone: {end.words}"
+            if self.phase is Phase.BREAKING:  # one that was lost together with another
+                self.reason = f"{self.reason}; {gone}"
+            self._break(gone, now)
         self._go_on(now)
 
     def start_failed(self, event: ev.EngineStartFailed, now: float) -> None:

@@ -1877,6 +1877,8 @@ def test_losses_close_together_have_an_incident_each_and_end_together():
     world.die(0)
     world.now += 1.0
     world.die(1)
+    assert "rank 0 (slot 0) is gone: " in world.machine.reason
+    assert "; rank 1 (slot 1) is gone: " in world.machine.reason
     world.settle()
     first, second = world.incidents
     assert (first.slots, second.slots) == ((0,), (1,))
