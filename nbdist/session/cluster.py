@@ -7,13 +7,12 @@ shows.
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.errors import NbdistError, NotStarted, StartFailed
+from nbdist.errors import NbdistError, NotStarted, RecoveryFailed, StartFailed
 from nbdist.gpus import own_use
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
@@ -26,16 +25,19 @@ from nbdist.session.feed import Feeds
 from nbdist.session.link import Link
 from nbdist.session.runs import Runs
 from nbdist.session.saving import Checkpoint, Saving
+from nbdist.session.slowing import risk_of, slow_factor
 from nbdist.session.status import (
     RankStatus,
     check_cell,
+    check_limit,
     chosen_ranks,
     crowding,
     is_healthy,
     log_ends,
     rank_status,
-    slow_factor,
     trouble_of,
+    whole_number,
+    why_not_started,
     why_unhealthy,
 )
 
@@ -59,7 +61,7 @@ class Cluster:
 
     def __init__(self, rundir: RunDir, config: ClusterConfig) -> None:
         self.config = config
-        self.on_shutdown: Callable[[], None] = _nothing
+        self.on_shutdown: Callable[[], None] = lambda: None
         """Called once, when its shutdown begins."""
         self._rundir = rundir
         self._pid = os.getpid()
@@ -77,6 +79,8 @@ class Cluster:
         """Where live views subscribe; those that are open."""
         self._runs = Runs(self._link.ask, self.dashboards)
         self._saving = Saving(self._calls, self._link.ask, self._runs.all)
+        self._risk: list[str] = []
+        """What may come of how slow ranks were made last."""
 
     # ---- what it is
 
@@ -108,7 +112,9 @@ class Cluster:
     @property
     def warnings(self) -> list[str]:
         """What the user should know about how this cluster runs."""
-        return [*self._seen.notes, *crowding(self._seen.size, self.config.num_engines), *own_use()]
+        is_any_slow = any(seat.slow_factor > 1 for seat in self._seen.seats)
+        risk = self._risk if is_any_slow else []
+        return [*self._seen.notes, *crowding(self._seen.size), *risk, *own_use()]
 
     @property
     def logs(self) -> Path:
@@ -155,9 +161,11 @@ class Cluster:
     def push(self, *, ranks: int | Iterable[int] | None = None, **named: Any) -> None:
         """Bind names on the engines; engines that join later get them too.
 
-        Raises what pickling a value raises.
+        Raises:
+            TypeError: a value cannot be sent; the message says which, and why.
         """
-        self._calls.push(self._chosen(ranks), named)
+        packed = values.pack_named(named)
+        self._calls.push(self._chosen(ranks), packed)
 
     def pull(
         self, name: str, *, ranks: int | Iterable[int] | None = None, as_numpy: bool = False
@@ -212,15 +220,14 @@ class Cluster:
 
         Args:
             path: the folder for checkpoints; each gets one of its own there.
-            name: the trainer's variable; None: that of the present run, or the only one.
+            name: the trainer's variable; None: that of the run, or the only one.
             keep: so many of the newest stay, 2 or more; None: all.
 
         Raises:
-            FileUnwritable: the disk is full, or the folder read-only; earlier ones stand.
-            SaveAbandoned: an engine was lost meanwhile; earlier ones stand.
-            WrongState: nothing is trained yet.
+            FileUnwritable, SaveAbandoned, WrongState: it cannot be written; an engine was lost
+                meanwhile; nothing is trained yet. Earlier checkpoints are as they were.
         """
-        self._seen  # noqa: B018 - raises where the cluster is shut down
+        self.check_alive()
         return self._saving.save(path, name, keep)
 
     def load(self, path: str | os.PathLike[str], name: str | None = None) -> Checkpoint:
@@ -231,10 +238,9 @@ class Cluster:
             name: the trainer's variable; None: the only one there is.
 
         Raises:
-            CheckpointUnreadable: there is none, or it is of another model; nothing has changed.
-            WrongState: a run goes on.
+            CheckpointUnreadable, WrongState: none fits; a run goes on. Nothing has changed.
         """
-        self._seen  # noqa: B018 - raises where the cluster is shut down
+        self.check_alive()
         return self._saving.load(path, name)
 
     # ---- faults and size
@@ -259,23 +265,27 @@ class Cluster:
         Args:
             ranks: which.
             factor: in a trainer's steps their own compute takes so many times as long, by sleep;
-                1 ends it. Who takes the seat of a slow engine is not slow.
+                1 ends it. Who takes the seat of a slow engine is not slow. `warnings` say where
+                a rank will be taken for hung.
         """
-        factor = slow_factor(factor)
+        factor, seats = slow_factor(factor), self._seen.seats
+        risk = risk_of(factor, seats, self._runs.usual_s(), self.config.hang_timeout_s)
         slots = tuple(self._seen.membership.slots[rank] for rank in self._chosen(ranks) or ())
         self._ask(od.SlowEngines(slots=slots, factor=factor), 10.0)
+        self._risk = risk
 
     def scale(self, size: int) -> None:
         """Grow or shrink to `size` engines; returns when the new world is formed.
 
         Raises:
-            ValueError: fewer than one, or more than there are GPUs.
-            RecoveryFailed: the new engines cannot be started.
+            ValueError, RecoveryFailed: no such size; the new engines cannot be started.
         """
-        if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
-            raise ValueError(f"size={size!r}: an integer, at least 1")
-        size = operator.index(size)
-        self._ask(od.Scale(size=size), self.config.start_timeout_s + 30.0)
+        self._ask(od.Scale(size=whole_number("size", size)), self.config.start_timeout_s + 30.0)
+
+    def check_alive(self) -> None:
+        """Raise RecoveryFailed where nothing is left to go on with; it says what works then."""
+        if self._seen.phase == "failed":
+            raise RecoveryFailed(self._seen.reason)
 
     def wait_healthy(self, timeout: float = 30.0, after: int | None = None) -> None:
         """Wait until all seats are filled and the group is formed.
@@ -288,6 +298,7 @@ class Cluster:
             RecoveryFailed, WrongState: it cannot become healthy; the latter by policy shrink.
             TimeoutError: it did not in time; the message says what is missing.
         """
+        check_limit(timeout, may_be_none=False)
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -312,15 +323,9 @@ class Cluster:
     def _check_start(self, deadline: float) -> None:
         with self._changed:
             self._changed.wait(0.02)
-        view = self._view
-        if view is not None and view.phase == "failed":
-            raise StartFailed(f"{view.reason}\n{log_ends(self.logs)}")
-        if time.monotonic() > deadline:
-            phase = view.phase if view else "not answering"
-            raise StartFailed(
-                f"the cluster is {phase} after {self.config.start_timeout_s:g} s\n"
-                f"{log_ends(self.logs)}"
-            )
+        is_late = time.monotonic() > deadline
+        if why := why_not_started(self._view, self.config.start_timeout_s, is_late=is_late):
+            raise StartFailed(f"{why}\n{log_ends(self.logs)}")
 
     def shutdown(self) -> None:
         """End all that this cluster started, and nothing else; bounded, whatever the engines do."""
@@ -391,9 +396,5 @@ class Cluster:
         return self._link.ask(order, timeout)
 
     def _chosen(self, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
-        world_size = self.world_size  # raises where the cluster is shut down
-        return None if ranks is None else chosen_ranks(ranks, world_size)
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
+        self.check_alive()
+        return None if ranks is None else chosen_ranks(ranks, self.world_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from nbdist.protocol import calls, values
+from nbdist.protocol import calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,21 +40,8 @@ class EngineCalls:
         with self.between(ranks) as run:
             return self.call(function, run, *args, **kwargs)
 
-    def push(self, ranks: tuple[int, ...] | None, named: dict[str, Any]) -> None:
-        """Bind names on engines; those that join later get them too, where ranks is None.
-
-        Raises:
-            TypeError: a value cannot be sent.
-        """
-        packed = {}
-        for name, value in named.items():
-            try:
-                packed[name] = values.pack(value)
-            except Exception as error:
-                text = (
-                    f"{name} (a {type(value).__name__}) cannot be sent: {error}. Nothing was sent"
-                )
-                raise TypeError(text) from error
+    def push(self, ranks: tuple[int, ...] | None, packed: dict[str, bytes]) -> None:
+        """Bind names on engines; those that join later get them too, where ranks is None."""
         run = self._cells.begin("", ranks=ranks, once=False, pushed=packed)
         succeeded = False
         try:
