@@ -165,7 +165,7 @@ class Dashboard:
             if self._frozen is None:
                 self._push()
             self._is_removed = False
-            data, metadata = self._frozen or _live(self.widget.model_id)
+            data, metadata = self._frozen or self._live()
         else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
             self._is_unseen = True
             data, metadata = self._picture() or ({"text/plain": TEXT}, {})
@@ -174,6 +174,17 @@ class Dashboard:
         _show(data, metadata=metadata, display_id=self._display_ids[-1])
         if WIDGET_VIEW in data:
             self._stills.watch()
+
+    def _live(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a notebook keeps of a widget; with a run that is over a picture stands in there.
+
+        The page puts it in the widget's place when the kernel ends, whatever it has drawn till
+        then; whoever has no model of the widget shows it.
+        """
+        view = {"version_major": 2, "version_minor": 1, "model_id": self.widget.model_id}
+        made = self._picture() if self._feed.is_over else None
+        data, metadata = made or ({"text/plain": TEXT}, {})
+        return data | {WIDGET_VIEW: view}, metadata
 
     def _push(self) -> None:
         """Send code and frames unasked: a page that asks would wait for the cell that shows it."""
@@ -384,9 +395,3 @@ def _opened(comm: Any, message: dict[str, Any]) -> None:
 def _show(data: dict[str, Any], **options: Any) -> None:
     display: Callable[..., object] = IPython.display.display
     display(data, raw=True, **options)
-
-
-def _live(model_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a notebook keeps of a widget."""
-    view = {"version_major": 2, "version_minor": 1, "model_id": model_id}
-    return {"text/plain": TEXT, WIDGET_VIEW: view}, {}

@@ -34,6 +34,7 @@ VIEWS = "[...(window[Symbol.for('nbdist')]?.views ?? [])]"
 RUN = SyntheticRun(length_s=400)
 LOSSES = RUN.tables["rows"]["loss"]
 PICTURE = {"text/plain", "image/png"}
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 WATCH = """
 (() => {
@@ -267,4 +268,51 @@ def test_kernels_come_and_go(notebook):
     lab.run(3)
     assert "(0, 4000)" in lab.text(3)
     # The application's own words about what it had asked the kernels that are gone.
+    lab.errors[:] = [error for error in lab.errors if "Canceled future" not in error]
+
+
+UNSEEN = """
+while not go.exists():
+    time.sleep(0.05)
+display(dashboard)
+"""
+"""A cell that shows the dashboard when somebody has scrolled away from it."""
+END = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_view_that_was_never_seen_leaves_a_picture(notebook, is_over):
+    """V8: whatever was scrolled into sight, notebook and file keep text and picture.
+
+    Of a run that was over the kernel's picture, which stood beside the view; of another one that
+    the page draws of all charts, although the kernel was killed and said nothing.
+    """
+    feed = f"feed.start += {500 if is_over else 0}; dashboard.freezes = {not is_over}"
+    watch = f"from pathlib import Path; go = Path('{'over' if is_over else 'live'}.go'); {feed}"
+    filler = [f"# {i}\n" * 20 for i in range(12)]
+    lab = notebook(SETUP + watch, *filler[:6], UNSEEN, *filler, END, size=(1300, 600))
+    lab.run(0)
+    lab.run(7, wait=False)
+    lab.scroll_to(0)
+    (lab.server.folder / f"{'over' if is_over else 'live'}.go").touch()
+    known = f"() => {VIEWS}.length === 1 && {VIEWS}[0].seq >= 0"
+    lab.page.wait_for_function(known, timeout=LIMIT_MS)
+    assert lab.page.evaluate(f"() => {VIEWS}[0].shown === null")
+    before = [set(out["data"]) for out in json.loads(lab.text(7))]
+    assert before == [PICTURE | {WIDGET_VIEW} if is_over else {"text/plain", WIDGET_VIEW}]
+    lab.run(len(filler) + 8, wait=False)
+    lab.page.wait_for_function(
+        "(i) => { const outs = window.jupyterapp.shell.currentWidget.content.widgets[i]"
+        ".model.outputs.toJSON(); return outs.length === 1 && outs[0].data"
+        " && !('application/vnd.jupyter.widget-view+json' in outs[0].data); }",
+        arg=7,
+        timeout=LIMIT_MS,
+    )
+    lab.save()
+    content = json.loads((lab.server.folder / lab.name).read_text())
+    (output,) = content["cells"][7]["outputs"]
+    assert set(output["data"]) == PICTURE
+    assert output["metadata"]["image/png"]["width"] >= 960
+    lab.scroll_to(7)
+    lab.page.locator(".jp-CodeCell").nth(7).locator("img").wait_for(timeout=LIMIT_MS)
     lab.errors[:] = [error for error in lab.errors if "Canceled future" not in error]

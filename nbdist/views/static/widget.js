@@ -21,6 +21,11 @@ const STALE_AFTER_S = 3;
 const ASK_AFTER_S = 10;
 const ACK_EVERY = 4;
 const FREEZE_AFTER_MS = 300;
+/** For the code, and for a picture of all charts; then what was seen has to do. */
+const FREEZE_LIMIT_MS = 4000;
+
+/** @param {number} limit_ms @returns {Promise<null>} */
+const after = (limit_ms) => new Promise((done) => setTimeout(() => done(null), limit_ms));
 
 /** Run a module from its text. @param {string} text @returns {Promise<any>} */
 async function imported(text) {
@@ -88,8 +93,7 @@ async function channel(model, receive) {
   comm.onMsg = (/** @type {any} */ m) => receive(m.content.data, m.buffers ?? []);
   // Opened at once it would go to the main shell. `subshellStarted` never comes without subshells.
   const without = kernel.info.then(() => (kernel.supportsSubshells ? new Promise(() => {}) : 0));
-  const limit = new Promise((done) => setTimeout(done, OPEN_LIMIT_MS));
-  await Promise.race([comm.subshellStarted ?? 0, without, limit]);
+  await Promise.race([comm.subshellStarted ?? 0, without, after(OPEN_LIMIT_MS)]);
   comm.open({ widget: model.get("widget_id") });
   return {
     isDirect: Boolean(comm.subshellId),
@@ -102,25 +106,34 @@ async function channel(model, receive) {
 }
 
 /**
- * Put text and picture where outputs of the open notebook hold this widget. An update by display id
- * reaches only pages that saw the display itself, not one that was loaded again.
- * @param {Model} model @param {string} picture base64 @param {object} metadata
- * @returns {number} how many were replaced
+ * Outputs of the open notebook that hold this widget. An update by display id reaches only pages
+ * that saw the display itself, not one that was loaded again.
+ * @param {Model} model @returns {import("./types").Held[]}
  */
-function replaceOutputs(model, picture, metadata) {
+function held(model) {
   const cells = model.widget_manager?.context?.model?.cells;
-  let replaced = 0;
+  const found = [];
   for (let i = 0; i < (cells?.length ?? 0); i++) {
     const outputs = cells.get(i).outputs;
     for (let j = 0; j < (outputs?.length ?? 0); j++) {
-      const view = outputs.get(j).toJSON().data?.["application/vnd.jupyter.widget-view+json"];
-      if (view?.model_id !== model.get("own_model_id")) continue;
-      const data = { "text/plain": model.get("text"), "image/png": picture };
-      outputs.set(j, { output_type: "display_data", data, metadata });
-      replaced++;
+      const output = outputs.get(j);
+      const { data, metadata } = output.toJSON();
+      if (data?.["application/vnd.jupyter.widget-view+json"]?.model_id !== model.get("own_model_id")) continue;
+      found.push({ outputs, output, picture: data["image/png"], metadata });
     }
   }
-  return replaced;
+  return found;
+}
+
+/**
+ * Put text and picture there, unless something else has come there since.
+ * @param {Model} model @param {import("./types").Held} place @param {string} picture base64 @param {object} metadata
+ */
+function replace(model, { outputs, output }, picture, metadata) {
+  const data = { "text/plain": model.get("text"), "image/png": picture };
+  for (let j = 0; j < outputs.length; j++) {
+    if (outputs.get(j) === output) return outputs.set(j, { output_type: "display_data", data, metadata });
+  }
 }
 
 /**
@@ -135,7 +148,8 @@ function initialize({ model }) {
     if (message.type === "code") takeCode(message.version, buffers);
     else if (message.type === "freeze") {
       // The update by display id has the first chance: it also reaches the kernel's own record.
-      setTimeout(() => replaceOutputs(model, message.picture, message.metadata), FREEZE_AFTER_MS);
+      const freeze = () => held(model).forEach((place) => replace(model, place, message.picture, message.metadata));
+      setTimeout(freeze, FREEZE_AFTER_MS);
     } else if (message.type === "frame" && !early.isOver) {
       const frame = unpackedFrame(buffers[0]);
       if (frame.header.kind === "snapshot") early.frames = [frame];
@@ -319,7 +333,7 @@ class View {
       this.lost = why;
       this.tick();
       this.shown?.cut();
-      this.freeze();
+      void this.freeze();
     };
     model.on("comm_live_update", () => lose("the kernel was restarted"));
     const session = model.widget_manager?.context?.sessionContext;
@@ -341,12 +355,33 @@ class View {
     });
   }
 
-  freeze() {
-    const picture = this.shown?.picture(); // at once: the view may be removed with its model
+  /** A picture in the place of this view: the kernel's of a run that is over, else one drawn here. */
+  async freeze() {
+    const { model } = this;
+    const places = held(model); // at once, and so is this: the view may be removed with its model
+    const seen = this.shown?.picture(this.lost) ?? null;
+    await after(0);
+    const bare = places.filter((place) => !place.picture);
+    for (const place of places) if (place.picture) replace(model, place, place.picture, place.metadata);
+    const picture = bare.length ? await this.wholePicture(seen) : null;
     if (!picture) return;
-    const width = Math.round(picture.width / devicePixelRatio);
+    const metadata = { "image/png": { width: Math.round(picture.width / devicePixelRatio) } };
     const data = picture.toDataURL("image/png").split(",")[1];
-    setTimeout(() => replaceOutputs(this.model, data, { "image/png": { width } }), 0);
+    for (const place of bare) replace(model, place, data, metadata);
+  }
+
+  /**
+   * Of all charts, also those that were never seen. A hidden page draws nothing: there it is what was
+   * seen, and where nothing was, it waits to be looked at.
+   * @param {HTMLCanvasElement | null} seen @returns {Promise<HTMLCanvasElement | null>}
+   */
+  async wholePicture(seen) {
+    const code = await Promise.race([slot(this.model.get("version")).ready, after(FREEZE_LIMIT_MS)]);
+    if (!code || (document.hidden && seen)) return seen;
+    while (document.hidden) await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
+    const host = { settings: this.model.get("settings"), order: () => {} };
+    const drawing = code.views.still(code, host, this.shown, this.shown ? [] : this.waiting, this.lost);
+    return (await Promise.race([drawing.catch(() => null), after(FREEZE_LIMIT_MS)])) ?? seen;
   }
 }
 
