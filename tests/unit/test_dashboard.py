@@ -185,6 +185,22 @@ def test_showing_pushes_code_and_frames_unasked(made, shows):
     assert options["display_id"]
 
 
+def test_a_page_that_asks_early_is_answered_once(made, shows):
+    """One that is loaded again is; one that is being pushed to, or was heard since, is not."""
+    dashboard, feed, sent = made()
+    early = {"type": "hello", "view": "a", "is_early": True, "has_code": False}
+    dashboard._ipython_display_()
+    dashboard.hear(early)
+    assert (kinds(sent), feed.num_resyncs) == (["code"], 0)
+    dashboard.hear({"type": "ack", "view": "a", "seq": 1}, is_direct=True)
+    dashboard.hear(early)  # it had to wait for a cell
+    assert (kinds(sent), feed.num_resyncs) == (["code"], 0)
+    dashboard.hear({"type": "bye", "view": "a"})
+    dashboard.hear(early | {"view": "b", "has_code": True})
+    assert (kinds(sent), len(feed.subscribed)) == (["code"], 2)
+    assert len(shows) == 1
+
+
 def test_frames_end_with_the_last_page(made):
     """When the last page says goodbye, nothing more is sent."""
     dashboard, feed, _ = made()

@@ -56,6 +56,10 @@ export interface Shown {
   isOver: boolean;
 }
 export interface Early {
+  /** Of the view that takes them. */
+  id: string;
+  /** The kernel was asked for them. */
+  isAsked: boolean;
   frames: Frame[];
   /** A view has taken them; it is sent those that follow itself. */
   isOver: boolean;

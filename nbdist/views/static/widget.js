@@ -5,6 +5,7 @@
 // come as binary messages, which are never stored.
 
 import { unpacked, unpackedFrame } from "./frame.js";
+import { forget, keep, kept } from "./kept.js";
 
 /** @typedef {import("./types").Model} Model */
 /** @typedef {import("./types").Message} Message */
@@ -21,6 +22,10 @@ const STALE_AFTER_S = 3;
 const ASK_AFTER_S = 10;
 const ACK_EVERY = 4;
 const FREEZE_AFTER_MS = 300;
+/** A view that is on the page is rendered by then. */
+const RENDER_LIMIT_MS = 10_000;
+/** The kernel has answered by then, if it is idle. */
+const ANSWER_LIMIT_MS = 300;
 /** For the code, and for a picture of all charts; then what was seen has to do. */
 const FREEZE_LIMIT_MS = 4000;
 
@@ -66,12 +71,14 @@ function slot(version) {
   return entry;
 }
 
-/** @param {string} version @param {DataView[]} buffers */
-function takeCode(version, buffers) {
+/** @param {string} version @param {DataView[]} buffers @param {boolean} [isNew] the tab does not keep it yet */
+function takeCode(version, buffers, isNew = true) {
   const entry = slot(version);
   if (entry.isLoading) return;
   entry.isLoading = true;
-  loaded(buffers).then(entry.resolve, entry.reject);
+  const loading = loaded(buffers);
+  loading.then(entry.resolve, entry.reject);
+  loading.then(() => isNew && keep(version, buffers), forget);
 }
 
 /**
@@ -136,13 +143,17 @@ function replace(model, { outputs, output }, picture, metadata) {
   }
 }
 
+const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+
 /**
- * Only listens: anywidget delivers nothing before it returns, and gives up for ever after 2 s.
+ * Listens, and asks: anywidget delivers nothing before it returns, and gives up for ever after 2 s,
+ * so nothing is waited for.
  * @param {{model: Model}} props
  */
 function initialize({ model }) {
+  const version = model.get("version");
   /** @type {Early} */
-  const early = { frames: [], isOver: false };
+  const early = { id: newId(), frames: [], isOver: false, isAsked: false };
   PAGE.early.set(model.get("widget_id"), early);
   model.on("msg:custom", (/** @type {Message} */ message, /** @type {DataView[]} */ buffers) => {
     if (message.type === "code") takeCode(message.version, buffers);
@@ -157,6 +168,18 @@ function initialize({ model }) {
       if (early.frames.length > MAX_EARLY) early.frames = [];
     }
   });
+  const known = slot(version).isLoading ? null : kept(version);
+  if (known) takeCode(version, known, false);
+  // A page that is loaded again has seen no display: it asks before it has a place to draw in. What
+  // is not in its notebook will not be rendered, and what is far out of sight may not be.
+  if (!held(model).length) return;
+  early.isAsked = true;
+  model.send({ type: "hello", view: early.id, is_early: true, has_code: slot(version).isLoading });
+  setTimeout(() => {
+    if (early.isOver) return;
+    early.frames = [];
+    model.send({ type: "bye", view: early.id });
+  }, RENDER_LIMIT_MS);
 }
 
 /** One view of the widget on the page. */
@@ -165,7 +188,8 @@ class View {
   constructor({ model, el, signal }) {
     this.model = model;
     this.signal = signal;
-    this.id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+    const early = PAGE.early.get(model.get("widget_id"));
+    this.id = early && !early.isOver ? early.id : newId();
     this.box = el.appendChild(document.createElement("div"));
     this.box.className = "nbdist";
     this.status = this.box.appendChild(document.createElement("div"));
@@ -179,6 +203,11 @@ class View {
     /** Why a frame cannot be read. */ this.refused = "";
     this.seq = -1;
     this.isLoading = false;
+    /** @type {() => void} */ this.arrived = () => {};
+    /** A frame has come. */ this.first = new Promise((/** @type {(value?: unknown) => void} */ done) => (this.arrived = done));
+    /** Charts without data are made while the kernel answers. */
+    this.making = this.make();
+    this.making.catch(() => {}); // whoever waits for it says so
     /** @type {import("./types").Channel | null} */ this.channel = null;
     this.counts = { frames: 0, gaps: 0, snapshots: 0 };
   }
@@ -187,9 +216,11 @@ class View {
     const { model, signal } = this;
     const opening = channel(model, (message, buffers) => this.receive(message, buffers));
     const early = PAGE.early.get(model.get("widget_id"));
+    const isAsked = early?.isAsked && !early.isOver;
     for (const frame of early?.frames.splice(0) ?? []) this.takeFrame(frame);
     if (early) early.isOver = true;
     this.channel = await opening;
+    if (isAsked && this.seq < 0) await Promise.race([this.first, after(ANSWER_LIMIT_MS)]);
     if (signal.aborted) {
       this.send({ type: "bye", is_removed: true });
       return this.channel.close();
@@ -259,9 +290,21 @@ class View {
     this.seen = performance.now();
     this.ended = "";
     this.counts.frames++;
+    this.arrived();
     this.waiting.push(frame);
     if (kind === "snapshot" || seq % ACK_EVERY === 0) this.send({ type: "ack", seq });
     void this.catchUp();
+  }
+
+  async make() {
+    const code = await slot(this.model.get("version")).ready;
+    await this.onScreen(); // BokehJS must not be laid out at size 0
+    if (this.signal.aborted) return;
+    this.shown = await code.views.show(this.box, code, {
+      settings: this.model.get("settings"),
+      order: (/** @type {object} */ order) => this.send({ type: "order", ...order }),
+    });
+    this.box.prepend(this.status);
   }
 
   /** Give the views what has come; one at a time, since the code may have to be waited for. */
@@ -269,17 +312,8 @@ class View {
     if (this.isLoading) return;
     this.isLoading = true;
     try {
-      if (!this.shown) {
-        const code = await slot(this.model.get("version")).ready;
-        await this.onScreen(); // BokehJS must not be laid out at size 0
-        if (this.signal.aborted) return;
-        this.shown = await code.views.show(this.box, code, {
-          settings: this.model.get("settings"),
-          order: (/** @type {object} */ order) => this.send({ type: "order", ...order }),
-        });
-        this.box.prepend(this.status);
-      }
-      for (const frame of this.waiting.splice(0)) this.shown.take(frame);
+      await this.making;
+      for (const frame of this.shown ? this.waiting.splice(0) : []) this.shown?.take(frame);
       this.tick();
     } catch (error) {
       this.status.textContent = `nbdist: cannot be drawn: ${error}`;
@@ -380,7 +414,7 @@ class View {
     if (!code || (document.hidden && seen)) return seen;
     while (document.hidden) await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
     const host = { settings: this.model.get("settings"), order: () => {} };
-    const drawing = code.views.still(code, host, this.shown, this.shown ? [] : this.waiting, this.lost);
+    const drawing = code.views.still(code, host, this.shown, this.waiting, this.lost);
     return (await Promise.race([drawing.catch(() => null), after(FREEZE_LIMIT_MS)])) ?? seen;
   }
 }
