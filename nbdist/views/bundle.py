@@ -82,7 +82,7 @@ def views_module() -> str:
 
     Each becomes a function that is called once and returns what it exports.
     """
-    return f"{_joined(MODULES)}\nexport const {{ show, still }} = _{MODULES[-1]};\n"
+    return f"{_joined(MODULES)}\nexport const {{ pictured, show }} = _{MODULES[-1]};\n"
 
 
 def report_module() -> str:

@@ -118,7 +118,7 @@ def test_bokehjs_is_the_installed_packages_own_file():
     """A page is sent the very bytes of the installed package."""
     bokeh, views, figures = map(gzip.decompress, bd.bundle().buffers)
     assert bokeh == (bokehjs_path() / "js" / "bokeh.min.js").read_bytes()
-    assert views.endswith(b"export const { show, still } = _dashboard;\n")
+    assert views.endswith(b"export const { pictured, show } = _dashboard;\n")
     assert {"loss", "sync", "membership"} <= set(json.loads(figures))
 
 
@@ -129,7 +129,7 @@ def test_modules_import_only_what_comes_before_them():
         imported = set(re.findall(r'from "\./(\w+)\.js"', text))
         assert imported <= set((*bd.MODULES, *bd.REPORT_MODULES)[:number]), name
     assert not re.search(
-        r"^(import|export (?!const \{ show, still))", bd.views_module(), re.MULTILINE
+        r"^(import|export (?!const \{ pictured, show))", bd.views_module(), re.MULTILINE
     )
 
 

@@ -19,7 +19,7 @@ const PANELS = /** @type {const} */ ({
 const GAP = 8;
 const LINE_PX = 22;
 /** Width of a picture of all charts, on the page. */
-const STILL_PX = 960;
+const PICTURE_PX = 960;
 /** A chart that has been given its values is laid out, has its height changed, and is painted. */
 const SETTLING_FRAMES = 8;
 
@@ -150,7 +150,7 @@ class Dashboard {
     const wide = pairs.map((pair) => pair.reduce((sum, canvas) => sum + canvas.width + gap, gap));
     const high = pairs.map((pair) => Math.max(...pair.map((canvas) => canvas.height)) + gap);
     const made = document.createElement("canvas");
-    made.width = Math.max(STILL_PX * devicePixelRatio, ...wide);
+    made.width = Math.max(PICTURE_PX * devicePixelRatio, ...wide);
     made.height = head + high.reduce((sum, height) => sum + height, 0);
     const pen = made.getContext("2d");
     if (!pen) return null;
@@ -203,9 +203,9 @@ export async function show(box, code, host) {
  * @param {import("./types").Code} code @param {import("./types").Host} host
  * @param {import("./types").Shown | null} shown @param {import("./types").Frame[]} frames @param {string} note
  */
-export async function still(code, { settings, order }, shown, frames, note) {
-  const box = document.body.appendChild(element("div", "nbdist nbdist-still"));
-  box.style.width = `${STILL_PX}px`;
+export async function pictured(code, { settings, order }, shown, frames, note) {
+  const box = document.body.appendChild(element("div", "nbdist nbdist-pictured"));
+  box.style.width = `${PICTURE_PX}px`;
   const views = settings.views.filter((name) => name in PANELS);
   const made = new Dashboard(box, code, { settings: { ...settings, views }, order });
   try {

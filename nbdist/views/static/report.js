@@ -1,6 +1,6 @@
 // A report's page: draws the run that the page itself holds. Asks nobody for anything.
 
-import { show, still } from "./dashboard.js";
+import { pictured, show } from "./dashboard.js";
 import { element } from "./format.js";
 import { unpackedBytes, unpackedFrame } from "./frame.js";
 
@@ -28,7 +28,7 @@ export async function open(Bokeh) {
   const pictures = [...place.children];
   place.append(box);
   const host = { settings: told("nbdist-settings"), order: () => {} };
-  const code = { Bokeh, figures: told("nbdist-figures"), views: { show, still } };
+  const code = { Bokeh, figures: told("nbdist-figures"), views: { pictured, show } };
   const shown = await show(box, code, host);
   const reference = await held("nbdist-reference");
   if (reference) {

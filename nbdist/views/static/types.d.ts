@@ -18,7 +18,7 @@ export interface Code {
   views: {
     show(box: HTMLElement, code: Code, host: Host): Promise<Shown>;
     /** A picture of all charts, seen or not: of what is shown, or of frames that never were. */
-    still(code: Code, host: Host, shown: Shown | null, frames: Frame[], note: string): Promise<HTMLCanvasElement | null>;
+    pictured(code: Code, host: Host, shown: Shown | null, frames: Frame[], note: string): Promise<HTMLCanvasElement | null>;
   };
   figures: Record<string, any>;
 }

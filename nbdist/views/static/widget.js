@@ -414,7 +414,7 @@ class View {
     if (!code || (document.hidden && seen)) return seen;
     while (document.hidden) await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
     const host = { settings: this.model.get("settings"), order: () => {} };
-    const drawing = code.views.still(code, host, this.shown, this.waiting, this.lost);
+    const drawing = code.views.pictured(code, host, this.shown, this.waiting, this.lost);
     return (await Promise.race([drawing.catch(() => null), after(FREEZE_LIMIT_MS)])) ?? seen;
   }
 }
