@@ -85,8 +85,15 @@ class Dashboard {
 
   /** @param {import("./types").Frame} frame */
   take(frame) {
+    const isFirst = !this.store.header;
     this.store.take(frame);
+    if (isFirst) this.drawNumbers(); // at once: making charts takes longer than all else
     this.schedule();
+  }
+
+  drawNumbers() {
+    this.overview?.update(this.store);
+    this.ranks?.update(this.store);
   }
 
   /** At most once in an animation frame, and only while the page is looked at. */
@@ -100,8 +107,7 @@ class Dashboard {
 
   draw() {
     if (this.isDisposed || !this.seen.has(this.box)) return;
-    this.overview?.update(this.store);
-    this.ranks?.update(this.store);
+    this.drawNumbers();
     for (const panel of this.panels) if (this.seen.has(panel.root)) panel.update(this.store);
     const { missing = 0, dropped = 0, delayed = 0 } = this.store.header?.counters ?? {};
     const lost = Math.max(missing, dropped);

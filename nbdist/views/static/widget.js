@@ -343,13 +343,18 @@ class View {
     return this.shown?.isOver ?? this.waiting.some((frame) => !frame.header.is_live);
   }
 
+  /** Why nothing new will come. */
+  get note() {
+    return `${this.lost}; these are the last values`;
+  }
+
   /** Say how old the data is. */
   tick() {
     const { age, isOver } = this;
     const isStale = Boolean(this.lost) || (!isOver && this.seen > 0 && age > STALE_AFTER_S);
     let text = "live";
     if (this.refused) text = this.refused;
-    else if (this.lost) text = `${this.lost}; these are the last values`;
+    else if (this.lost) text = this.note;
     else if (!this.seen) text = this.ended || "waiting for the kernel";
     else if (isOver) text = "the run is over";
     else if (isStale) text = `no data for ${Math.round(age)} s${this.ended && `: ${this.ended}`}`;
@@ -393,7 +398,7 @@ class View {
   async freeze() {
     const { model } = this;
     const places = held(model); // at once, and so is this: the view may be removed with its model
-    const seen = this.shown?.picture(this.lost) ?? null;
+    const seen = this.shown?.picture(this.note) ?? null;
     await after(0);
     const bare = places.filter((place) => !place.picture);
     for (const place of places) if (place.picture) replace(model, place, place.picture, place.metadata);
@@ -414,7 +419,7 @@ class View {
     if (!code || (document.hidden && seen)) return seen;
     while (document.hidden) await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
     const host = { settings: this.model.get("settings"), order: () => {} };
-    const drawing = code.views.pictured(code, host, this.shown, this.waiting, this.lost);
+    const drawing = code.views.pictured(code, host, this.shown, this.waiting, this.note);
     return (await Promise.race([drawing.catch(() => null), after(FREEZE_LIMIT_MS)])) ?? seen;
   }
 }
