@@ -7,6 +7,7 @@ from nbdist.train.evaluate import Evaluate
 from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
 from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.pipeline import Pipeline
+from nbdist.train.strategies.sharded import Sharded
 from nbdist.train.trainer import Trainer
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Evaluate",
     "GPTConfig",
     "Pipeline",
+    "Sharded",
     "Trainer",
     "bench_model",
     "next_token_loss",

@@ -119,6 +119,8 @@ class DataParallel:
 class Replicas:
     """Sums gradients over the ranks, each of which holds a replica."""
 
+    is_lockstep = False
+
     def __init__(self, settings: DataParallel, module: nn.Module, num_votes: int) -> None:
         self.place = Place(0, 1)
         self._settings, self._module, self._num_votes = settings, module, num_votes

@@ -82,6 +82,8 @@ def rows_of(value: Any, rows: slice | Tensor, num: int) -> Any:
 class Stages:
     """Passes batches through the stages, of which this rank has some."""
 
+    is_lockstep = True
+
     def __init__(
         self,
         held: Held,

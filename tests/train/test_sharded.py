@@ -1,0 +1,341 @@
+"""A model that is cut by rows over the ranks is the same training as one process does."""
+
+import pytest
+import torch
+from little import FEATURES, build, dataset, far, gpt, right, text, token_loss
+from torch import nn
+from torch.nn import functional
+
+from nbdist.errors import RecoveryFailed, WrongState
+from nbdist.train import DataParallel, Evaluate, Sharded, Trainer, next_token_loss
+from nbdist.train.randomness import seeded
+from nbdist.train.strategies.slices import Seat
+
+
+def make(strategy=None, **changes):
+    usual = {
+        "model": build,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "loss": functional.cross_entropy,
+        "data": dataset(),
+        "global_batch": 48,
+    }
+    return Trainer(strategy=strategy or Sharded(), **usual | changes)
+
+
+def fitted(strategy=None, steps=5, **changes):
+    """Whole parameters, whole gradients of the last step, and the losses."""
+    trainer = make(strategy, **changes)
+    losses = trainer.fit(steps)["loss"].tolist()
+    model = trainer.model
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+    if isinstance(trainer._state.recipe.strategy, DataParallel):
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    else:
+        parameters = dict(model.whole_parameters())
+        gradients = {name: model._gather(name, grad) for name, grad in gradients.items()}
+    return (
+        {name: value.numpy() for name, value in parameters.items()},
+        {name: value.numpy() for name, value in gradients.items()},
+        losses,
+    )
+
+
+def test_two_ranks_are_ddp_bit_by_bit(together):
+    """After five steps of AdamW all weights are those of DistributedDataParallel."""
+    (expected, _, losses), _ = together(2, lambda _: fitted(DataParallel()))
+    for parameters, _, its in together(2, lambda _: fitted()):
+        assert its == losses
+        assert set(parameters) == set(expected)
+        for name, value in expected.items():
+            assert (parameters[name] == value).all(), name
+
+
+@pytest.mark.parametrize(
+    ("num", "changes"),
+    [
+        (2, {}),
+        (3, {}),
+        (4, {}),
+        (3, {"global_batch": 47}),
+        (4, {"global_batch": 3}),
+        (3, {"global_batch": 48, "accumulate": 3}),
+        (3, {"global_batch": 7, "accumulate": 3}),
+        (2, {"clip_norm": 0.01}),
+        (2, {"loss": token_loss}),
+    ],
+)
+def test_the_gradient_is_that_of_the_whole_batch(together, num, changes):
+    """Shares equal or not, or empty; in one batch or in three; clipped or not: within 1e-6.
+
+    A sum over the ranks that is taken for their mean, or the other way round, would be n times as
+    large (pytorch#162338).
+    """
+    changes = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | changes
+    single = {name: value for name, value in changes.items() if name != "accumulate"}
+    ((_, expected, losses),) = together(1, lambda _: fitted(steps=1, **single))
+    for _, gradients, its in together(num, lambda _: fitted(steps=1, **changes)):
+        assert its == pytest.approx(losses, rel=1e-6)
+        assert far(gradients, expected) <= 1e-6
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.row = nn.ModuleList([nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)])
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, inputs):
+        for block in self.row:
+            inputs = block(inputs)
+        return inputs * self.frozen
+
+
+def test_buffers_and_frozen_weights_are_as_with_ddp(together):
+    """Running means are each rank's share, averaged; what is frozen stays as it is."""
+
+    def body(strategy):
+        trainer = make(strategy, model=Noisy)
+        losses = trainer.fit(3)["loss"].tolist()
+        return losses, {name: b.numpy().copy() for name, b in trainer.model.named_buffers()}
+
+    (expected, buffers), _ = together(2, lambda _: body(DataParallel()))
+    for losses, its in together(2, lambda _: body(Sharded())):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert set(its) == set(buffers)
+        for name, value in buffers.items():
+            assert its[name] == pytest.approx(value, rel=1e-6), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_byte_model_learns_as_in_one_process(together, tied):
+    """Only the `strategy=` line differs; a weight at both ends stays one weight."""
+
+    def body(strategy):
+        return fitted(
+            strategy,
+            8,
+            model=gpt(tied),
+            data=text(),
+            loss=next_token_loss,
+            global_batch=16,
+            clip_norm=1.0,
+        )
+
+    ((whole, _, expected),) = together(1, lambda _: body(DataParallel()))
+    for parameters, _, losses in together(3, lambda _: body(Sharded())):
+        assert losses == pytest.approx(expected, rel=1e-3)
+        assert set(parameters) == set(whole)
+
+
+def test_short_batches_and_evaluations(together):
+    """Ranks whose parts of a set differ evaluate together, and every sample counts once."""
+    data = dataset(41)
+
+    def body(strategy):
+        trainer = make(
+            strategy,
+            data=data,
+            global_batch=16,
+            tail="short",
+            evaluate=Evaluate(data, every=3, batch=3, metrics={"right": right}),
+        )
+        losses = trainer.fit(6)["loss"].tolist()
+        return losses, [e.metrics for e in trainer.evaluations]
+
+    ((losses, metrics),) = together(1, lambda _: body(DataParallel()))
+    for its, their in together(3, lambda _: body(Sharded())):
+        assert its == pytest.approx(losses, rel=1e-5)
+        for got, expected in zip(their, metrics, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+    assert len(metrics) == 2
+
+
+def test_a_rank_holds_its_rows_and_no_more(together):
+    """Of parameters, gradients and optimizer state, before, in and after training."""
+
+    def body(rank):
+        trainer = make()
+        trainer.fit(2)
+        sizes = {}
+        for name, rows in trainer.model.named_parameters():
+            shape = trainer.model.shapes[name]
+            num = len(range(*Seat(rank, 3).rows(shape[0]).indices(shape[0])))
+            state = trainer.optimizer.state[rows]
+            assert rows.shape == rows.grad.shape == state["exp_avg"].shape == (num, *shape[1:])
+            sizes[name] = rows.numel()
+        held = sum(p.to_local().nbytes for p in trainer.model.whole.parameters())
+        assert held == sum(rows.nbytes for _, rows in trainer.model.named_parameters())
+        return sum(sizes.values())
+
+    with seeded(0, torch.device("cpu")):
+        num_all = sum(p.numel() for p in build().parameters())
+    assert sum(together(3, body)) == num_all
+
+
+def test_collectives_carry_what_the_formula_says(together):
+    """Two gathers and one sum of gradients, each (n−1)/n of the padded bytes, exactly."""
+
+    def body(_):
+        trainer = make()
+        trainer.fit(4)
+        model, traffic = trainer.model, trainer.model.fsdp.traffic
+        padded = sum(
+            4 * model.seat.num_padded(shape[0]) * torch.Size(shape[1:]).numel()
+            for shape in model.shapes.values()
+        )
+        return traffic.gathered_bytes, traffic.scattered_bytes, padded
+
+    for gathered, scattered, padded in together(3, body):
+        assert gathered == 4 * 2 * padded * 2 // 3
+        assert scattered == 4 * padded * 2 // 3
+
+
+def test_a_module_gives_the_weights_of_rank_0(together):
+    """Made beforehand, with other weights on each rank, it trains with those of rank 0."""
+
+    def body(rank, strategy):
+        torch.manual_seed(rank)
+        return fitted(strategy, 2, model=build())[2]
+
+    expected, _ = together(2, lambda rank: body(rank, DataParallel()))
+    for losses in together(2, lambda rank: body(rank, Sharded())):
+        assert losses == expected
+
+
+def test_own_loops(together):
+    """With `step.backward` or with `step.train`, the model called as with any other strategy."""
+
+    def body(strategy, is_own):
+        trainer = make(strategy)
+        for step in trainer.steps(2):
+            with step:
+                for x, y in step.batches():
+                    if is_own:
+                        step.backward(functional.cross_entropy(trainer.model(x), y), count=len(x))
+                    else:
+                        step.train((x, y))
+        return trainer.history["loss"].tolist()
+
+    (expected,) = together(1, lambda _: body(DataParallel(), True))
+    for is_own in (False, True):
+        for losses in together(2, lambda _, is_own=is_own: body(Sharded(), is_own)):
+            assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_reduced_precision(together):
+    """Under autocast, as DistributedDataParallel does it."""
+    (_, _, expected), _ = together(2, lambda _: fitted(DataParallel(), precision="bf16"))
+    for _, _, losses in together(2, lambda _: fitted(precision="bf16")):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+class Flaky(nn.Module):
+    """Fails once, going backward, on every rank."""
+
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*build())
+
+    def forward(self, inputs):
+        middle = self.layers[:3](inputs)
+        if Flaky.fails:
+            Flaky.fails = False
+            middle.register_hook(self.fail)
+        return self.layers[3:](middle)
+
+    def fail(self, _):
+        raise KeyError("mine")
+
+
+def test_a_step_that_failed_leaves_nothing_behind(together):
+    """Half of a backward pass adds nothing to the one that comes after it."""
+
+    def body(_, fails):
+        trainer = make(model=Flaky, strategy=Sharded(lambda its: its.layers))
+        first = trainer.fit(2)["loss"].tolist()
+        if fails:
+            Flaky.fails = True
+            with pytest.raises(KeyError, match="mine"):
+                trainer.fit(1)
+        last = trainer.fit(3)["loss"].tolist()
+        return first + last, trainer.digest()
+
+    expected = together(2, lambda rank: body(rank, False))
+    assert together(2, lambda rank: body(rank, True)) == expected
+
+
+def test_what_one_rank_cannot_give(together):
+    """A state dict of the whole model is gathered by all ranks, or refused with a sentence."""
+
+    def body(_):
+        model = make().model
+        with pytest.raises(WrongState, match="whole_parameters"):
+            model.state_dict()
+        with pytest.raises(ValueError, match="scale is a parameter without dimensions"):
+            make(model=Scaled)
+        return {name: value.numpy() for name, value in model.whole_parameters()}
+
+    with seeded(0, torch.device("cpu")):
+        expected = {name: p.detach().numpy() for name, p in build().named_parameters()}
+    for gathered in together(3, body):
+        assert set(gathered) == set(expected)
+        assert all((gathered[name] == expected[name]).all() for name in expected)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_lost_rows_come_back_from_the_neighbour(together, lost):
+    """All go back to the last copy, and the curve is that of an undisturbed run, bit for bit."""
+
+    def trainer():
+        return make(
+            Sharded(copy_every=2),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+            model=Noisy,
+        )
+
+    def undisturbed(_):
+        one = trainer()
+        return one.fit(9)["loss"].tolist(), one.digest()
+
+    def disturbed(rank):
+        one = trainer()
+        one.fit(5)
+        if rank == lost:
+            one = trainer()
+        one._state.exchange._is_new = True
+        one.fit(9 - one.step)
+        return one.history["loss"].tolist(), one.digest(), one.step
+
+    expected = together(3, undisturbed)
+    for (losses, digest), (its, its_digest, step) in zip(
+        expected, together(3, disturbed), strict=True
+    ):
+        assert step == 9
+        assert its[-5:] == losses[-5:]
+        assert its_digest == digest
+
+
+@pytest.mark.parametrize(("copy_every", "why"), [(0, "copy_every is 0"), (2, "lost together")])
+def test_rows_that_nobody_has_are_named(together, copy_every, why):
+    """Nobody trains on with other weights: the sentence says whose were lost."""
+
+    def body(rank):
+        one = make(Sharded(copy_every=copy_every))
+        one.fit(5)
+        if rank:
+            one = make(Sharded(copy_every=copy_every))
+        one._state.exchange._is_new = True
+        with pytest.raises(RecoveryFailed, match=rf"rows of ranks 1, 2 were lost .*{why}"):
+            one.fit(1)
+        return True
+
+    assert together(3, body) == [True] * 3
