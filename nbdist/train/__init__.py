@@ -3,6 +3,7 @@
 Loads torch. Works in engines, and without them in a script under torchrun.
 """
 
+from nbdist.train.estimates import Estimate, estimate
 from nbdist.train.evaluate import Evaluate
 from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
 from nbdist.train.strategies.data_parallel import DataParallel
@@ -13,11 +14,13 @@ from nbdist.train.trainer import Trainer
 __all__ = [
     "GPT",
     "DataParallel",
+    "Estimate",
     "Evaluate",
     "GPTConfig",
     "Pipeline",
     "Sharded",
     "Trainer",
     "bench_model",
+    "estimate",
     "next_token_loss",
 ]

@@ -183,7 +183,7 @@ def _cut(
     device, whole = next(model.parameters()).device, _without_memory(model)
     del model
     parameters = dict(whole.named_parameters())
-    _check(parameters)
+    check_rows(parameters)
     fsdp = Fsdp(device)
     for together in passes(groups_of(whole, blocks_of(whole)), seat.num_ranks):
         names = [name for group in together for name in group.names]
@@ -262,7 +262,8 @@ def _put(whole: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
                 setattr(module, name, new)
 
 
-def _check(parameters: dict[str, nn.Parameter]) -> None:
+def check_rows(parameters: dict[str, nn.Parameter]) -> None:
+    """Raise ValueError where a parameter cannot be cut by rows."""
     for name, parameter in parameters.items():
         if parameter.dim() == 0:
             raise ValueError(
