@@ -18,7 +18,7 @@ from nbdist.train.strategies.copies import NUM_KEPT
 from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
-from nbdist.train.strategies.slices import Seat, check_rows, groups_of
+from nbdist.train.strategies.slices import Portion, bundles_of, check_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -231,18 +231,18 @@ def _of_shards(strategy: Sharded, asked: _Asked) -> Estimate:
         whole = {name: (p, tuple(p.shape)) for name, p in parameters.items()}
         return Estimate(strategy, (asked.need(whole, sent=0),))
     check_rows(parameters)
-    groups = groups_of(asked.model, strategy.blocks_of(asked.model))
+    bundles = bundles_of(asked.model, strategy.blocks_of(asked.model))
     padded = {
-        name: Seat(0, n).num_padded(len(p)) * (p.nbytes // max(1, len(p)))
+        name: Portion(0, n).num_padded(len(p)) * (p.nbytes // max(1, len(p)))
         for name, p in parameters.items()
     }
-    sizes = [sum(padded[name] for name in group.names) for group in groups]
+    sizes = [sum(padded[name] for name in bundle.names) for bundle in bundles]
     trained = sum(padded[name] for name, p in parameters.items() if p.requires_grad)
     sent = asked.accumulate * (2 * sum(sizes) + trained) * (n - 1) // n
     gathered = 2 * (sizes[-1] + max(sizes[:-1], default=0))
     needs = []
     for rank in range(n):
-        rows = {name: Seat(rank, n).rows(len(p)) for name, p in parameters.items()}
+        rows = {name: Portion(rank, n).rows(len(p)) for name, p in parameters.items()}
         mine = {
             name: (p, (rows[name].stop - rows[name].start, *p.shape[1:]))
             for name, p in parameters.items()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nbdist.train import GPT, GPTConfig, Sharded
-from nbdist.train.strategies.slices import Seat, groups_of, passes
+from nbdist.train.strategies.slices import Portion, bundles_of, made_together
 
 
 def gpt(tied=False):
@@ -19,18 +19,18 @@ def test_rows_are_cut_as_torch_cuts_them(num, num_ranks):
     whole = torch.arange(num)
     chunks = [*whole.chunk(num_ranks), *[whole[:0]] * num_ranks][:num_ranks]
     for rank, chunk in enumerate(chunks):
-        assert torch.equal(whole[Seat(rank, num_ranks).rows(num)], chunk)
-    assert Seat(0, num_ranks).num_padded(num) == len(chunks[0]) * num_ranks
+        assert torch.equal(whole[Portion(rank, num_ranks).rows(num)], chunk)
+    assert Portion(0, num_ranks).num_padded(num) == len(chunks[0]) * num_ranks
 
 
-def test_every_parameter_is_in_one_group():
+def test_every_parameter_is_in_one_bundle():
     """Blocks that are modules of the model, in their order, and last of all what is in none."""
     model = gpt()
-    groups = groups_of(model, Sharded().blocks_of(model))
-    assert [group.module for group in groups] == [*model.blocks, model]
-    names = [name for group in groups for name in group.names]
+    bundles = bundles_of(model, Sharded().blocks_of(model))
+    assert [bundle.module for bundle in bundles] == [*model.blocks, model]
+    names = [name for bundle in bundles for name in bundle.names]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert groups[-1].names == [n for n, _ in model.named_parameters() if "blocks" not in n]
+    assert bundles[-1].names == [n for n, _ in model.named_parameters() if "blocks" not in n]
 
 
 def test_a_parameter_of_two_blocks_is_in_neither():
@@ -38,8 +38,8 @@ def test_a_parameter_of_two_blocks_is_in_neither():
     first, second, third = (nn.Linear(3, 3) for _ in range(3))
     third.weight = first.weight
     model = nn.Sequential(first, second, third)
-    groups = groups_of(model, list(model))
-    assert [group.names for group in groups] == [
+    bundles = bundles_of(model, list(model))
+    assert [bundle.names for bundle in bundles] == [
         ["1.weight", "1.bias"],
         ["0.weight", "0.bias", "2.bias"],
     ]
@@ -48,21 +48,21 @@ def test_a_parameter_of_two_blocks_is_in_neither():
 def test_blocks_in_one_another_are_gathered_once():
     """The outer one, where it comes first, has all of the inner."""
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
-    groups = groups_of(model, [model[0], model[0][0], model, nn.Linear(1, 1)])
-    assert [group.module for group in groups] == [model[0], model]
+    bundles = bundles_of(model, [model[0], model[0][0], model, nn.Linear(1, 1)])
+    assert [bundle.module for bundle in bundles] == [model[0], model]
 
 
 def test_blocks_are_made_in_passes_of_a_ranks_part():
-    """No pass makes more than a rank's part of the model, or than its largest group."""
-    groups = groups_of(gpt(), Sharded().blocks_of(gpt()))
+    """No pass makes more than a rank's part of the model, or than its largest bundle."""
+    bundles = bundles_of(gpt(), Sharded().blocks_of(gpt()))
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)), nn.Linear(4, 40))
-    groups = groups_of(model, list(model))
+    bundles = bundles_of(model, list(model))
     for num_ranks in (1, 2, 4, 8):
-        parts = list(passes(groups, num_ranks))
-        assert [group for part in parts for group in part] == groups
-        total = sum(group.num_bytes for group in groups)
-        most = max(total / num_ranks, *(group.num_bytes for group in groups))
-        assert all(sum(group.num_bytes for group in part) <= most for part in parts)
+        parts = list(made_together(bundles, num_ranks))
+        assert [bundle for part in parts for bundle in part] == bundles
+        total = sum(bundle.num_bytes for bundle in bundles)
+        most = max(total / num_ranks, *(bundle.num_bytes for bundle in bundles))
+        assert all(sum(bundle.num_bytes for bundle in part) <= most for part in parts)
         assert len(parts) <= 2 * num_ranks
 
 

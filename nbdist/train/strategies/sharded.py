@@ -19,7 +19,7 @@ from torch import nn
 from nbdist.train.checks import check_whole, shown
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies.shards import Shards
-from nbdist.train.strategies.slices import Seat, Slices, hold
+from nbdist.train.strategies.slices import Portion, Slices, hold
 
 if TYPE_CHECKING:
     from nbdist.train.strategies.base import Terms
@@ -79,9 +79,9 @@ class Sharded:
                 return terms.make_module()
 
         has_group = dist.is_available() and dist.is_initialized()
-        seat = Seat(dist.get_rank(), dist.get_world_size()) if has_group else Seat(0, 1)
+        portion = Portion(dist.get_rank(), dist.get_world_size()) if has_group else Portion(0, 1)
         is_given = isinstance(terms.model, nn.Module)
-        return hold(make, is_given=is_given, blocks_of=self.blocks_of, seat=seat)
+        return hold(make, is_given=is_given, blocks_of=self.blocks_of, portion=portion)
 
     def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Shards:  # noqa: ARG002 - as for all strategies
         """The working half."""

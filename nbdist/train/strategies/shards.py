@@ -30,14 +30,14 @@ class Shards:
     """A block's rows come from all ranks in each pass."""
 
     def __init__(self, slices: Slices, *, copy_every: int) -> None:
-        self.place = Place(*slices.seat)
+        self.place = Place(*slices.portion)
         """Of all ranks, each takes a share of the batch."""
-        self._slices, self._seat = slices, slices.seat
+        self._slices, self._portion = slices, slices.portion
         self._generation: int | None = None
         self._is_new = True
         """The ranks have not settled in the present group yet."""
         self._copy_every = copy_every
-        self._copies = Copies(*slices.seat)
+        self._copies = Copies(*slices.portion)
         self._waited_ns = 0
         """In collectives, until the present batch began."""
 
@@ -45,13 +45,14 @@ class Shards:
 
     def fits(self, rank: int, world_size: int) -> bool:
         """The rows are those of this rank, of so many."""
-        return (rank, world_size) == self._seat
+        return (rank, world_size) == self._portion
 
     def misfit(self, rank: int, world_size: int) -> str:
         """They are another rank's."""
+        own, num_ranks = self._portion
         return (
-            f"the model was cut for {self._seat.num_ranks} ranks, and this one has the rows of "
-            f"rank {self._seat.rank}; the group has {world_size} ranks now, and this is rank {rank}"
+            f"the model was cut for {num_ranks} ranks, and this one has the rows of rank {own}; "
+            f"the group has {world_size} ranks now, and this is rank {rank}"
         )
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - it fits
@@ -70,7 +71,7 @@ class Shards:
         In a new group all may have to go back to their copies. In any group these are renewed every
         so many steps.
         """
-        if self._seat.num_ranks == 1:
+        if self._portion.num_ranks == 1:
             return False
         is_new = self._is_new
         has_changed = is_new and self._settle_in(keeper)
@@ -101,14 +102,14 @@ class Shards:
         rows = dict(self._slices.named_parameters())
         for name, whole in self._slices.source:
             take_from_first(whole)
-            rows[name].copy_(whole[self._seat.rows(len(whole))])
+            rows[name].copy_(whole[self._portion.rows(len(whole))])
         for buffer in self._slices.buffers() if self._slices.source else ():
             take_from_first(buffer)
         return bool(self._slices.source)
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
-        if self._seat.num_ranks > 1:
+        if self._portion.num_ranks > 1:
             sum_on_backend(tensor)
 
     def sum_places_(self, tensor: Tensor) -> None:

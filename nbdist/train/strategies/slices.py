@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nbdist.train.strategies.torch_fsdp import Fsdp
 
 
-class Seat(NamedTuple):
+class Portion(NamedTuple):
     """Which rows a rank has, of how many ranks."""
 
     rank: int
@@ -43,11 +43,11 @@ class Seat(NamedTuple):
 class Slices(nn.Module):
     """A model of which this rank has some rows of each parameter, under the model's own names."""
 
-    def __init__(self, whole: nn.Module, seat: Seat, fsdp: Fsdp | None) -> None:
+    def __init__(self, whole: nn.Module, portion: Portion, fsdp: Fsdp | None) -> None:
         super().__init__()
         self.whole = whole
         """The model. Its parameters are torch's, which no rank can work with alone."""
-        self.seat, self.fsdp = seat, fsdp
+        self.portion, self.fsdp = portion, fsdp
         """Whose rows these are; what cuts the model, None where there is one rank."""
         self._cut = dict(whole.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self._cut.items()}
@@ -108,10 +108,10 @@ class Slices(nn.Module):
         if self.fsdp is None:
             return rows.clone()
         num = self.shapes[name][0]
-        each = self.seat.num_padded(num) // self.seat.num_ranks
+        each = self.portion.num_padded(num) // self.portion.num_ranks
         mine = rows.new_zeros(each, *rows.shape[1:])
         mine[: len(rows)] = rows
-        together = rows.new_empty(each * self.seat.num_ranks, *rows.shape[1:])
+        together = rows.new_empty(each * self.portion.num_ranks, *rows.shape[1:])
         WORKS.follow(dist.all_gather_single(together, mine, async_op=True)).wait()
         return together[:num]
 
@@ -138,7 +138,7 @@ def hold(
     *,
     is_given: bool,
     blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
-    seat: Seat,
+    portion: Portion,
 ) -> Slices:
     """What this rank holds.
 
@@ -146,14 +146,14 @@ def hold(
         make: makes the whole model, each time the same.
         is_given: that is one which the user has made. It stays as it is.
         blocks_of: from a model to the parts of it that are gathered together.
-        seat: which rows are this rank's.
+        portion: which rows are this rank's.
     """
-    if seat.num_ranks == 1:
-        return Slices(make(), seat, None)
+    if portion.num_ranks == 1:
+        return Slices(make(), portion, None)
     outlined = None if is_given else building.outline(make)
     if outlined is None:
         model = make()
-        held = _cut(blocks_of, seat, lambda _: model)
+        held = _cut(blocks_of, portion, lambda _: model)
         held.source = [*model.named_parameters()] if is_given else []
         return held
     outline, made = outlined
@@ -162,19 +162,19 @@ def hold(
     def part(names: Sequence[str]) -> nn.Module:
         return building.build(make, made, [*buffers, *(places[name] for name in names)])
 
-    return _cut(blocks_of, seat, part)
+    return _cut(blocks_of, portion, part)
 
 
 def _cut(
     blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
-    seat: Seat,
+    portion: Portion,
     part: Callable[[Sequence[str]], nn.Module],
 ) -> Slices:
     """Cut a model, some blocks at a time, so that it is never there as a whole.
 
     Args:
         blocks_of: from a model to its blocks.
-        seat: this rank's.
+        portion: this rank's.
         part: the model, in which at least parameters of these names have their values.
     """
     from nbdist.train.strategies.torch_fsdp import Fsdp  # noqa: PLC0415 - it takes a second
@@ -185,18 +185,18 @@ def _cut(
     parameters = dict(whole.named_parameters())
     check_rows(parameters)
     fsdp = Fsdp(device)
-    for together in passes(groups_of(whole, blocks_of(whole)), seat.num_ranks):
-        names = [name for group in together for name in group.names]
+    for together in made_together(bundles_of(whole, blocks_of(whole)), portion.num_ranks):
+        names = [name for bundle in together for name in bundle.names]
         made = dict(part(names).named_parameters())
-        for group in together:
-            for name in group.names:
+        for bundle in together:
+            for name in bundle.names:
                 _put(whole, parameters[name], made[name])
                 del made[name]
-            fsdp.cut(group.module)
-    return Slices(whole, seat, fsdp)
+            fsdp.cut(bundle.module)
+    return Slices(whole, portion, fsdp)
 
 
-class Group(NamedTuple):
+class Bundle(NamedTuple):
     """Parameters that are gathered together: those of a block, or all that are in none."""
 
     module: nn.Module
@@ -204,7 +204,7 @@ class Group(NamedTuple):
     num_bytes: int
 
 
-def groups_of(whole: nn.Module, blocks: Sequence[nn.Module]) -> list[Group]:
+def bundles_of(whole: nn.Module, blocks: Sequence[nn.Module]) -> list[Bundle]:
     """The parts of a model that are gathered together; the last is what no block has.
 
     Left to the last are blocks that are no modules of the model, or lie in one another, or have a
@@ -215,32 +215,32 @@ def groups_of(whole: nn.Module, blocks: Sequence[nn.Module]) -> list[Group]:
         for _, parameter in module.named_parameters(recurse=False):
             users.setdefault(id(parameter), set()).add(id(module))
     inside = {id(module) for module in whole.modules()} - {id(whole)}
-    left, groups = dict(whole.named_parameters()), []
+    left, bundles = dict(whole.named_parameters()), []
     for block in blocks:
         own = {id(module) for module in block.modules()}
         mine = {id(parameter) for parameter in block.parameters()}
         if not mine or not own <= inside or any(not users[i] <= own for i in mine):
             continue
         inside -= own
-        groups.append(_group(block, {n: p for n, p in left.items() if id(p) in mine}))
+        bundles.append(_bundle(block, {n: p for n, p in left.items() if id(p) in mine}))
         left = {name: p for name, p in left.items() if id(p) not in mine}
-    return [*groups, _group(whole, left)]
+    return [*bundles, _bundle(whole, left)]
 
 
-def _group(module: nn.Module, parameters: dict[str, nn.Parameter]) -> Group:
-    return Group(module, list(parameters), sum(p.nbytes for p in parameters.values()))
+def _bundle(module: nn.Module, parameters: dict[str, nn.Parameter]) -> Bundle:
+    return Bundle(module, list(parameters), sum(p.nbytes for p in parameters.values()))
 
 
-def passes(groups: Sequence[Group], num_ranks: int) -> Iterator[list[Group]]:
+def made_together(bundles: Sequence[Bundle], num_ranks: int) -> Iterator[list[Bundle]]:
     """Groups that are made together: few times, and little beside what a rank keeps anyway."""
-    sizes = [group.num_bytes for group in groups]
+    sizes = [bundle.num_bytes for bundle in bundles]
     room = max(sum(sizes) / num_ranks, *sizes)
-    together: list[Group] = []
-    for group in groups:
-        if together and sum(g.num_bytes for g in together) + group.num_bytes > room:
+    together: list[Bundle] = []
+    for bundle in bundles:
+        if together and sum(b.num_bytes for b in together) + bundle.num_bytes > room:
             yield together
             together = []
-        together.append(group)
+        together.append(bundle)
     yield together
 
 
