@@ -1,7 +1,10 @@
 """A model that is cut by rows over the ranks is the same training as one process does."""
 
 import gc
+import re
+import resource
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from little import FEATURES, build, dataset, far, gpt, right, text, token_loss
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from nbdist.errors import RecoveryFailed, WrongState
 from nbdist.train import DataParallel, Evaluate, Sharded, Trainer, estimate, next_token_loss
@@ -355,3 +359,44 @@ def test_rows_that_nobody_has_are_named(together, copy_every, why):
         return True
 
     assert together(3, body) == [True] * 3
+
+
+LAYERS, SIDE = 40, 768
+
+
+def deep():
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(LAYERS)))
+
+
+def limit(more_bytes):
+    """This process may have so much more memory than it has now."""
+    status = Path("/proc/self/status").read_text()
+    now = 1024 * int(re.search(r"VmData:\s*(\d+) kB", status)[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (now + more_bytes,) * 2)
+
+
+@pytest.mark.slow
+def test_a_model_that_one_rank_cannot_hold(together):
+    """With a third of what the model needs beside what a process needs, four ranks train it."""
+    need = sum(estimate(deep).ranks[0][:3])
+
+    def body(_, strategy):
+        dist.all_reduce(torch.zeros(1))  # threads and buffers of the group are not the model's
+        torch.ones(64, 64, requires_grad=True).sum().backward()
+        limit(need // 3)
+        try:
+            trainer = make(
+                strategy,
+                model=deep,
+                data=TensorDataset(torch.ones(64, SIDE), torch.zeros(64, SIDE)),
+                loss=functional.mse_loss,
+                global_batch=8,
+            )
+            return trainer.fit(3)["loss"].tolist()
+        except (RuntimeError, MemoryError) as error:
+            return str(error)
+
+    for answer in together(4, lambda rank: body(rank, Sharded(copy_every=0))):
+        assert len(answer) == 3, answer
+    for answer in together(2, lambda rank: body(rank, DataParallel())):
+        assert "allocate" in answer
