@@ -9,6 +9,7 @@ Runs in the engine's main thread.
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,24 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
+
+
+M_MMAP_THRESHOLD = -3
+"""Glibc's number for it, in malloc.h."""
+MAPPED_BYTES = 1 << 20
+"""Pieces of memory from this size on go back to the system when they are let go."""
+
+
+def give_memory_back() -> None:
+    """Have large pieces of memory go back to the system as soon as they are let go.
+
+    Glibc keeps them, up to 32 MiB each, for the next; torch asks for memory that begins at
+    multiples of 64, and such a piece often does not fit where one as large was before. A model that
+    was made with one layer there at a time has been seen to keep the memory of all.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # none but glibc has it
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, Outline] | None:
@@ -51,9 +70,14 @@ def build(make: Callable[[], nn.Module], made: Outline, wanted: Iterable[Tensor]
     Raises:
         ValueError: a wanted tensor is computed from one that is not.
     """
-    keep = {made.place(tensor) for tensor in wanted}
+    give_memory_back()
+    keep = {place for tensor in wanted if (place := made.place(tensor)) is not None}
     with _Sparing(made.lasting - keep, keep):
         return make()
+
+
+_WRITTEN_DOWN = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor(…)` does for real, and not without memory: its places would be others."""
 
 
 class _Watched(TorchDispatchMode):
@@ -65,9 +89,9 @@ class _Watched(TorchDispatchMode):
         self._held: list[Any] = []
         """All of it, so that an address stands for one."""
 
-    def place(self, tensor: Tensor) -> int:
-        """The number of the memory that a tensor is in."""
-        return self._places[_key(tensor.untyped_storage())]
+    def place(self, tensor: Tensor) -> int | None:
+        """The number of the memory that a tensor is in; None: of one that was written down."""
+        return self._places.get(_key(tensor.untyped_storage()))
 
     def _number(self, storages: list[Any]) -> None:
         for storage in storages:
@@ -88,12 +112,14 @@ class Outline(_Watched):
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        self._number(_storages(result))
+        if function is not _WRITTEN_DOWN:
+            self._number(_storages(result))
         return result
 
     def note(self, module: nn.Module) -> None:
         """This is what was made."""
-        self.lasting = {self.place(tensor) for tensor in _state(module)}
+        places = (self.place(tensor) for tensor in _state(module))
+        self.lasting = {place for place in places if place is not None}
 
 
 class _Sparing(_Watched):
@@ -110,6 +136,8 @@ class _Sparing(_Watched):
     def __torch_dispatch__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if function is _WRITTEN_DOWN:
+            return function(*args, **(kwargs or {}))
         before = {_key(s): s for s in _storages((args, kwargs))}
         for key in before.keys() & self._sizes.keys():
             before[key].resize_(self._sizes[key])
