@@ -20,6 +20,7 @@ __all__ = [
     "GroupGone",
     "NbdistError",
     "NotStarted",
+    "OutOfMemory",
     "RankError",
     "RecordUnreadable",
     "RecoveryFailed",
@@ -74,6 +75,10 @@ class GroupGone(NbdistError, RuntimeError):
 
     The message says how to make it again.
     """
+
+
+class OutOfMemory(NbdistError, MemoryError):
+    """Memory ran out in training; the message says what it was for, and what would need less."""
 
 
 class RecordUnreadable(NbdistError, ValueError):
@@ -215,7 +220,7 @@ def named_error(kind: str, message: str) -> NbdistError:
     what the user's code raised on an engine, becomes a part of the message.
     """
     orders = (NotStarted, StartFailed, TargetError, WrongState, RecoveryFailed)
-    for cls in (*orders, GroupGone, RunEnded, CellFailed, NbdistError):
+    for cls in (*orders, GroupGone, OutOfMemory, RunEnded, CellFailed, NbdistError):
         if cls.__name__ == kind:
             return cls(message)
     return NbdistError(f"{kind}: {message}")

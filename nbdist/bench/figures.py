@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+PIPELINES = ((2, 4), (2, 8), (4, 4), (4, 8))
+"""Ranks and micro-batches of the pipelines that are measured."""
 NOISE_LIMIT = 0.05
 """A ratio is not judged where the medians of A and A' differ by more than this share."""
 
-Unit = Literal["s", "ms", "µs", "MB", "×"]
+Unit = Literal["s", "ms", "µs", "MB", "×", "%"]
 
 
 class Verdict(StrEnum):
@@ -203,6 +205,36 @@ def _recoveries() -> tuple[Figure, ...]:
     )
 
 
+def idle_name(num_ranks: int, num_microbatches: int) -> str:
+    """Of the samples of what ranks wait beyond the formula."""
+    return f"pipeline {num_ranks} {num_microbatches} idle"
+
+
+def _pipelines() -> tuple[Figure, ...]:
+    idle = tuple(
+        Figure(
+            benchmark="pipelines",
+            label=f"{ranks} stages, {num} micro-batches: waits, off (p−1)/(m+p−1) by",
+            value=idle_name(ranks, num),
+            unit="%",
+            bound=0.03,
+        )
+        for ranks, num in PIPELINES
+    )
+    return (
+        *idle,
+        Figure(benchmark="pipelines", label="step of 1F1B", value="1f1b step A", unit="ms"),
+        Figure(
+            benchmark="pipelines",
+            label="step of interleaved 1F1B, 2 stages a rank / of 1F1B",
+            value="interleaved step",
+            per="1f1b step",
+            unit="×",
+            bound=1 / 1.10,
+        ),
+    )
+
+
 FIGURES = (
     Figure(benchmark="start", label="python -c 'import torch'", value="import torch A", unit="s"),
     Figure(benchmark="start", label="start(4) to first cell", value="first cell", unit="s"),
@@ -271,6 +303,7 @@ FIGURES = (
         unit="×",
         bound=1 / 0.98,
     ),
+    *_pipelines(),
     Figure(benchmark="telemetry", label="a telemetry event", value="event", unit="µs", bound=1e-6),
     Figure(benchmark="memory", label="memory of an engine, its own (USS)", value="uss", unit="MB"),
     Figure(benchmark="memory", label="memory of an engine, its part (PSS)", value="pss", unit="MB"),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from nbdist.bench.plan import Plan
 
 _HEADER = ("figure", "unit", "median", "worst", "bound", "A/A", "n", "verdict")
-_FACTORS: dict[Unit, float] = {"s": 1.0, "ms": 1e3, "µs": 1e6, "MB": 1e-6, "×": 1.0}
-_DIGITS: dict[Unit, int] = {"s": 2, "ms": 1, "µs": 2, "MB": 1, "×": 2}
+_FACTORS: dict[Unit, float] = {"s": 1.0, "ms": 1e3, "µs": 1e6, "MB": 1e-6, "×": 1.0, "%": 1e2}
+_DIGITS: dict[Unit, int] = {"s": 2, "ms": 1, "µs": 2, "MB": 1, "×": 2, "%": 1}
 
 
 def as_text(rows: Sequence[Row], failures: Sequence[str]) -> str:

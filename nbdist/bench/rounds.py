@@ -6,7 +6,17 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-from nbdist.bench import emission, first_cell, lifetime, loss, recovery, roundtrip, steps, views
+from nbdist.bench import (
+    emission,
+    first_cell,
+    lifetime,
+    loss,
+    pipelines,
+    recovery,
+    roundtrip,
+    steps,
+    views,
+)
 from nbdist.errors import NbdistError
 from nbdist.session.start import start
 
@@ -47,6 +57,8 @@ def _play_round(number: int, plan: Plan, samples: Samples) -> None:
         steps.measure(plan.num_blocks, samples)
     if plan.wants("views"):
         views.measure(plan.num_blocks // 2, samples)
+    if plan.wants("pipelines"):
+        pipelines.measure(samples)
     if plan.wants("recovery"):
         recovery.kill(number, plan.num_kills_in_run, samples)
         recovery.scale(samples)

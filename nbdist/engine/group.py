@@ -57,6 +57,8 @@ class Groups:
         self.is_cuttable = True
         self.cut_generation = 0
         """Newest generation that was cut."""
+        self.others_come = False
+        """Seats were being filled when the group was formed: another one follows."""
         self._was_cut = threading.Event()
         self._superseded = -1
         """Newest generation that nobody is to form any more."""
@@ -89,6 +91,7 @@ class Groups:
             self._store_at = address
         self.generation, self.is_cuttable, self._refs = membership.generation, True, []
         self.pids = tuple(member.pid for member in membership.members)
+        self.others_come = order.others_come
         self._was_cut.clear()
         distributed_c10d._world.group_count = membership.generation * NAMES_PER_GENERATION
         self._forming_own = True

@@ -71,7 +71,8 @@ class Drivable(Protocol):
         """What it carries: a newcomer is given these through it."""
 
 
-_ASKED = [n for n, m in vars(Drivable).items() if callable(m) and not n.startswith("_")]
+_ASKED = [n for n in vars(Drivable) if not n.startswith("_") and n != "step"]
+"""Each class has these; an object may count its steps in an attribute of its own."""
 
 
 def is_trainer(value: object) -> TypeGuard[Drivable]:
@@ -114,7 +115,7 @@ class Port:
         self.settings: list[dict[str, float]] = []
         """Changes to be made before going on."""
         self.patience_s = PATIENCE_S
-        """For so long a trainer that cannot train in the present group waits for another."""
+        """For so long a trainer that does not fit the present group waits for the next."""
         self.begun: int | None = None
         """The step that is being trained, and whether it may take long."""
         self.is_patient = False
@@ -142,6 +143,11 @@ class Port:
     def world_size(self) -> int:
         """Of the present group."""
         return dist.get_world_size()
+
+    @property
+    def others_come(self) -> bool:
+        """Seats are being filled: another group follows the present one."""
+        return self._ground.groups.others_come
 
     @property
     def slow_factor(self) -> float:

@@ -290,6 +290,8 @@ class FormGroup(Order, frozen=True, kw_only=True):
     store_port: int
     run: rn.RunSpec | None = None
     """A run that is under way: its trainer's step is reported with `GroupFormed`."""
+    others_come: bool = False
+    """Seats are being filled: another group follows this one."""
 
 
 class FingerprintNames(Order, frozen=True, kw_only=True):

@@ -71,6 +71,7 @@ class Feed:
         try:
             self._relay(self, frame)
         except Exception:
+            # The link's thread, in which this runs, carries all that the kernel hears.
             log.exception("a live view (%s) takes no frames and is closed", self.order.name)
             self._link.post(fd.Unsubscribe(name=self.order.name))
             self.finish("its frames could not be passed on")

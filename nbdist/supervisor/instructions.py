@@ -43,6 +43,8 @@ class Form:
     membership: Membership
     run: RunSpec | None = None
     """A run that is under way."""
+    others_come: bool = False
+    """Seats are being filled."""
 
 
 @dataclass(frozen=True)

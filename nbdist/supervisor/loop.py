@@ -326,9 +326,11 @@ class Loop:
                 self._order(slot, order)
             case do.Form() if not self._zygote.is_ready:
                 self._form_later = instruction  # the zygote says where the store is
-            case do.Form(membership, run):
+            case do.Form(membership, run, others_come):
                 host, port = self._zygote.store_address
-                form = partial(od.FormGroup, membership=membership, run=run)
+                form = partial(
+                    od.FormGroup, membership=membership, run=run, others_come=others_come
+                )
                 for slot in membership.slots:
                     self._order(slot, form(store_host=host, store_port=port))
             case do.Replay(slot, since, until, rank, world_size):

@@ -123,8 +123,12 @@ def _account(incident: Incident, run: Run, after: np.void) -> None:
     rows, step = run.progress.rows, int(after["step"])
     before = rows[(rows["step"] < step) & is_known(rows)]
     incident.step = step
+    replaced = run.progress.replaced_in(int(after["generation"]))
     if len(before):
-        took_s = float(after["at"] - before["at"][-1])
+        since = float(before["at"][-1])
+        if replaced and incident.began_at is not None:  # others came between, and are trained anew
+            since = incident.began_at - (incident.detect_s or 0.0)
+        took_s = float(after["at"]) - since
         incident.stall_s = max(0.0, took_s - run.progress.usual_s())  # steps are not all as long
         incident.samples_lost = int(step - 1 - before["step"][-1]) * int(after["samples"])
     committed = dict(zip(rows["step"].tolist(), rows["generation"].tolist(), strict=True))
@@ -133,4 +137,4 @@ def _account(incident: Incident, run: Run, after: np.void) -> None:
         for g, s in run.broken
         if incident.generation_before <= g < after["generation"] and committed.get(s, g + 1) > g
     }
-    incident.steps_repeated = len(broken.union(run.progress.replaced_in(int(after["generation"]))))
+    incident.steps_repeated = len(broken.union(replaced))

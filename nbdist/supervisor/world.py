@@ -198,7 +198,8 @@ class World:
         self._enter(Phase.FORMING, f"forming a group of {len(members)}", now)
         self.awaited, self._uncuttable = {m.slot for m in members}, set()
         self._steps, self._formed_under = {}, self._spec
-        self._out.append(do.Form(self.membership, self._spec))
+        coming = self.roster.in_state(SeatState.STARTING, SeatState.REPLAYING, SeatState.READY)
+        self._out.append(do.Form(self.membership, self._spec, others_come=bool(coming)))
 
     def _restore(self, now: float) -> None:
         self._form_failures = 0

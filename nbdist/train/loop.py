@@ -11,10 +11,11 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.engine import emit
-from nbdist.errors import RecoveryFailed, WrongState
+from nbdist.errors import WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.train import snapshot
+from nbdist.train.memory import explained
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import set_base_rate
 from nbdist.train.step import Step, forget
@@ -41,7 +42,7 @@ class Aside(NamedTuple):
 def walk(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
     """Steps, one after the other; None: stand, and wait for an order."""
     number = state.begin_walk()
-    aside_since: float | None = None
+    patience = _Patience()
     try:
         while not port.is_over:
             if port.go_until is None:
@@ -50,13 +51,10 @@ def walk(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
                 continue
             state.keep()
             _apply_settings(state, port)
-            if not state.exchange.fits(port.rank, port.world_size):
-                aside_since = aside_since or time.monotonic()
-                state.put_back()
-                if _may_wait(state, port, time.monotonic() - aside_since):
+            if patience.lasts(state, port):
+                if _may_wait(state, port):
                     yield Aside()
                 continue
-            aside_since = None
             if not _is_ready(state, port):
                 continue
             if state.step >= port.go_until:
@@ -113,16 +111,27 @@ async def drive(state: State, port: RunPort) -> None:
             gave_way_at = time.monotonic()
 
 
-def _may_wait(state: State, port: RunPort, waited_s: float) -> bool:
-    """Whether to wait on for a group that fits; False: somebody wants all to stand meanwhile.
+class _Patience:
+    """Waits for the next group where what is held does not fit the present one.
 
     A seat that is being filled again leaves the others in a group of their own until then.
     """
-    if waited_s > port.patience_s:
-        raise RecoveryFailed(
-            f"{state.exchange.misfit(port.rank, port.world_size)}; no other group came within "
-            f"{port.patience_s:g} s. Make the trainer anew"
-        )
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def lasts(self, state: State, port: RunPort) -> bool:
+        """Whether to wait; False: train in this group, for which there may be much to do first."""
+        if state.exchange.fits(port.rank, port.world_size) or not port.others_come:
+            self._since = None
+            return False
+        self._since = self._since or time.monotonic()
+        return time.monotonic() - self._since <= port.patience_s
+
+
+def _may_wait(state: State, port: RunPort) -> bool:
+    """Wait; False: somebody wants all to stand meanwhile."""
+    state.put_back()
     if port.wants_hold:
         port.hold(state.step)
     return not port.wants_hold and port.go_until is not None
@@ -177,7 +186,10 @@ def _is_ready(state: State, port: RunPort) -> bool:
             _evaluate(state, port)
     except BaseException as error:
         if not port.broken(state.step, error):
-            port.raised(error)
+            said = explained(error, state.recipe.strategy, state.module)
+            port.raised(said)
+            if said is not error:
+                raise said from error
             raise
         forget(error)
         return False

@@ -30,7 +30,11 @@ class RunPort(Protocol):
     settings: list[dict[str, float]]
     """Changes to be made before going on."""
     patience_s: float
-    """For so long a trainer that cannot train in the present group waits for another."""
+    """For so long a trainer that does not fit the present group waits for the next."""
+
+    @property
+    def others_come(self) -> bool:
+        """Seats are being filled: another group follows the present one."""
 
     @property
     def generation(self) -> int:
@@ -113,6 +117,7 @@ class SoloPort:
         self.fault: Exception | None = None
         self.settings: list[dict[str, float]] = []
         self.generation, self.slow_factor, self.patience_s = 0, 1.0, 0.0
+        self.others_come = False
         has_group = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if has_group else 0
         self.world_size = dist.get_world_size() if has_group else 1

@@ -17,8 +17,13 @@ import torch
 
 from nbdist.engine.digests import fingerprint
 from nbdist.protocol import values
+from nbdist.train.parting import gathering, names_by_group, rows_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
     from nbdist.train.state import State
 
 ALIGN_BYTES = 64
@@ -129,13 +134,37 @@ class Whole:
 
     def copy(self) -> bytes:
         """The whole state, as torch writes it to files."""
-        file = io.BytesIO()
-        torch.save(whole(self._state), file)
+        state, file = self._state, io.BytesIO()
+        groups = names_by_group(state.module, state.optimizer)
+        rows = rows_of(state.module)
+        starts = None if rows is None else {name: its.start for name, its in rows.items()}
+        torch.save({**whole(state), "groups": groups, "starts": starts}, file)
         return file.getvalue()
 
     def take_back(self, data: bytes) -> None:
         """Load such a copy, which may have come over the group: nothing in it is run."""
-        load(self._state, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        load(self._state, _read(data))
+
+    def move(self, module: nn.Module, copies: Iterable[bytes]) -> None:
+        """Hold another part of the model, whose state is in the copies of all ranks.
+
+        Args:
+            module: the part; optimizer and scheduler are made anew for it.
+            copies: none: everything is as it was made. Gone through before anything is changed.
+        """
+        gathered = gathering(module)
+        for data in copies:
+            gathered.add(_read(data))
+        state = self._state
+        state.equip(module)
+        if gathered:
+            groups = names_by_group(module, state.optimizer)
+            load(state, gathered.state(groups, state.optimizer.state_dict()))
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return loaded
 
 
 def load(state: State, loaded: dict[str, Any]) -> None:

@@ -47,12 +47,7 @@ class State:
         self.sampling = Sampling(len(data), recipe.global_batch, seed=recipe.seed, tail=recipe.tail)
         self.loader = Loader(data, recipe.collate, num_workers=recipe.num_workers, seed=recipe.seed)
         self.objective = Objective(recipe.loss, recipe.forward, recipe.precision)
-        self.module: nn.Module = recipe.strategy.hold(recipe, self.loader.sample)
-        self._parameters = list(self.module.parameters())
-        self.device = self._parameters[0].device
-        self.optimizer = recipe.make_optimizer(self.module)
-        self.scheduler = recipe.make_scheduler(self.optimizer)
-        self.buffers = Buffers(self.module)
+        self.equip(recipe.strategy.hold(recipe, self.loader.sample))
         self.exchange = recipe.strategy.exchange(
             self.module, recipe, num_votes=FIRST_BUFFER + len(self.buffers)
         )
@@ -84,7 +79,16 @@ class State:
         """Name -> step and value, of what own loops have noted in this process."""
         self.is_in_step = False
         """The body of a step runs: the optimizer is not the user's to step."""
+
+    def equip(self, module: nn.Module) -> None:
+        """Hold this of the model; optimizer and scheduler are made for it."""
+        self.module = module
+        self._parameters = list(module.parameters())
+        self.device = self._parameters[0].device
+        self.optimizer = self.recipe.make_optimizer(module)
         self.optimizer.register_step_pre_hook(self._refuse_step)
+        self.scheduler = self.recipe.make_scheduler(self.optimizer)
+        self.buffers = Buffers(module)
 
     # ---- the loop that works on it
 

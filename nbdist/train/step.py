@@ -17,6 +17,7 @@ import torch
 
 from nbdist.errors import WrongState
 from nbdist.train.loading import to_device
+from nbdist.train.memory import explained
 from nbdist.train.objective import weigh
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import present_rate
@@ -258,8 +259,11 @@ class Step:
         state.clear_gradients()
         state.buffers.put_back()
         if not self._port.broken(self.number, error):
-            self._port.raised(error)
+            said = explained(error, state.recipe.strategy, state.module)
+            self._port.raised(said)
             state.end_walk()
+            if said is not error:
+                raise said
             return False
         state.attempt += 1
         forget(error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.engine import runs
 from nbdist.errors import WrongState
 from nbdist.train import loop, snapshot
+from nbdist.train.memory import explained
 from nbdist.train.ports import Rows, SoloPort
 from nbdist.train.recipe import Precision, Recipe
 from nbdist.train.state import State
@@ -99,7 +100,13 @@ class Trainer:
         )
 
     def _set_up(self, recipe: Recipe) -> None:
-        self._state = State(recipe)
+        try:
+            self._state = State(recipe)
+        except Exception as error:
+            said = explained(error, recipe.strategy)
+            if said is not error:
+                raise said from error
+            raise
         self._rows = Rows()
         self._evaluations: list[Evaluation] = []
 

@@ -101,6 +101,7 @@ class Worker:
             try:
                 act()
             except Exception:
+                # One errand that fails must not end the thread that does all the others.
                 log.exception("a dashboard could not do what it was asked for")
 
     def _next(self) -> Callable[[], object] | None:

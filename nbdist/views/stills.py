@@ -83,6 +83,7 @@ class Stills:
                 if not self._show():
                     return
             except Exception:
+                # The end of a thread of its own: nobody is there to catch it.
                 log.exception("a dashboard's picture could not be shown; no more will be")
                 return
             if self._stopped.wait(PERIOD_S if number < NUM_OFTEN else LATE_PERIOD_S):

@@ -107,3 +107,25 @@ def test_a_stage_that_is_lost_between_two_runs_comes_back(cluster):
     assert second["step"].tolist() == list(range(18, 24))
     losses = training.undisturbed(engines, 24)
     np.testing.assert_array_equal(np.concatenate([first, second["loss"]]), losses)
+
+
+@pytest.mark.timeout(120)
+def test_a_seat_that_stays_empty_has_the_model_cut_anew(cluster, until):
+    """Three stages, one lost: two ranks train on, from copies; with a third again they are three.
+    The curve is that of a run of one size, bit for bit."""
+    engines = cluster(3, policy="shrink")
+    mine = "make(strategy=Pipeline(world_size, '1f1b', 6, copy_every=5))"
+    engines.run(CELL.replace("trainer = make()", f"trainer = {mine}"))
+    run = engines.train("trainer", steps=1_000_000)
+    until(lambda: passed(run, 12), 30, "the run goes on")
+    engines.kill(1)
+    until(lambda: set(run.history["world_size"][-3:]) == {2}, 40, "two ranks train on")
+    engines.scale(3)
+    until(lambda: set(run.history["world_size"][-3:]) == {3}, 40, "three ranks train on")
+    run.stop()
+    training.check_steps(run)
+    num_steps = len(run.history["step"])
+    losses = training.undisturbed(engines, num_steps, mine)
+    np.testing.assert_array_equal(run.history["loss"], losses)
+    (lost,) = [i for i in run.incidents if i.kind == "lost"]
+    assert lost.steps_repeated <= 6, lost

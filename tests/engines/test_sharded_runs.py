@@ -102,5 +102,5 @@ def test_without_copies_lost_rows_end_the_run(cluster, until):
     run = engines.train("trainer", steps=1_000_000)
     until(lambda: passed(run, 5), 40, "the run goes on")
     engines.kill(1)
-    with pytest.raises(nbdist.RecoveryFailed, match="the rows of rank 1 were lost with the"):
+    with pytest.raises(nbdist.RecoveryFailed, match="the rows of rank 1 of 2 were lost"):
         run.wait(60)

@@ -31,6 +31,7 @@ class Counts:
     '''Trains nothing: its steps only take time and emit.'''
 
     step = 0
+    is_replicated = True
 
     async def drive(self, port):
         while not port.is_over:

@@ -39,7 +39,7 @@ class FakePort:
         self.go_until, *self.orders = until
         self.is_over, self.fault, self.wants_hold = False, None, False
         self.settings, self.generation, self.rank, self.world_size = [], 1, 0, 1
-        self.slow_factor, self.patience_s = 1.0, 0.0
+        self.slow_factor, self.patience_s, self.others_come = 1.0, 0.0, False
         self.told, self.rows, self.evaluations, self.begun = [], [], [], []
 
     def poll(self):

@@ -156,7 +156,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_dropout_and_running_statistics_do_not_depend_on_the_schedule(together, schedule):
-    """Random numbers follow from stage and micro-batch; a trial run of torch's leaves no trace."""
+    """Random numbers follow from block and micro-batch; a trial run of torch's leaves no trace."""
 
     def body(_):
         trainer = make(Pipeline(CASES[schedule][0], schedule, 8), model=Noisy)

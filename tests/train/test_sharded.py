@@ -354,7 +354,7 @@ def test_rows_that_nobody_has_are_named(together, copy_every, why):
         if rank:
             one = make(Sharded(copy_every=copy_every))
         one._state.exchange._is_new = True
-        with pytest.raises(RecoveryFailed, match=rf"rows of ranks 1, 2 were lost .*{why}"):
+        with pytest.raises(RecoveryFailed, match=rf"rows of ranks 1, 2 of 3 were lost .*{why}"):
             one.fit(1)
         return True
 

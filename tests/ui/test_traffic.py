@@ -80,6 +80,8 @@ def test_a_notebook_does_not_grow_with_each_run(notebook):
     _, state = saved_bytes(lab)
     saves_state(lab, wanted=False)
     assert 10_000 < state < 500_000
+    # JupyterLab says so of each frame that was under way when its cell ran again.
+    lab.errors[:] = [text for text in lab.errors if not text.startswith("Comm not found")]
 
 
 def test_many_ranks_make_few_messages(notebook):
@@ -109,6 +111,7 @@ def test_many_ranks_make_few_messages(notebook):
 
 def test_two_notebooks_steer_their_own_kernels(notebook):
     """V12: in one page, orders of either notebook reach its own kernel, while both compute."""
+    # The cell has to be running while the page steers: it is what keeps the kernel busy.
     lab = notebook(SETUP, "display(dashboard)\ntime.sleep(25)", "print(orders)")
     other = lab.name.replace("-0.", "-other.")
     text = (lab.server.folder / lab.name).read_text()
@@ -160,6 +163,7 @@ def show(lab, name):
 def test_where_no_page_can_draw_pictures_say_why(notebook):
     """A front end that lets no widget run gets a picture with the reason, again and again."""
     fewer = "import nbdist.views.stills as st\nst.FIRST_WORD_LIMIT_S = 2.0\n"
+    # Time for one more picture, which comes every two seconds, before the last.
     end = "feed.start += 60\ntime.sleep(4)\ndashboard.freeze()"
     lab = notebook(fewer + SETUP, "dashboard", end)
     # As under a policy that forbids scripts from blobs, and where pages open no comms.

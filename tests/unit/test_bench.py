@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.bench import __main__ as bench
-from nbdist.bench import rounds
+from nbdist.bench import pipelines, rounds
 from nbdist.bench.figures import (
     FIGURES,
     NOISE_LIMIT,
@@ -168,6 +168,11 @@ def test_bounds():
         "shutdown": 10.0,
         "run step": 1 / 0.95,
         "seen step": 1 / 0.98,
+        "pipeline 2 4 idle": 0.03,
+        "pipeline 2 8 idle": 0.03,
+        "pipeline 4 4 idle": 0.03,
+        "pipeline 4 8 idle": 0.03,
+        "interleaved step": 1 / 1.10,
         "event": 1e-6,
         "run lost": 0.6,
         "run refilled": 1.5,
@@ -175,6 +180,12 @@ def test_bounds():
         "run hung": 0.3,
         "run scaled": 0.2,
     }
+
+
+def test_what_a_rank_waits_is_held_against_the_formula():
+    """Nothing is beyond it where a step takes as long as m + p - 1 micro-batches."""
+    assert pipelines.idle_beyond(11 * 0.12, 4, 8) == pytest.approx(0.0)
+    assert pipelines.idle_beyond(12 * 0.12, 4, 8) == pytest.approx(1 / 3 - 3 / 11)
 
 
 # ---- plans
@@ -212,6 +223,7 @@ def test_shown():
     assert shown(1.234, "s") == "1.23"
     assert shown(50_000_000.0, "MB") == "50.0"
     assert shown(1.3, "×") == "1.30"
+    assert shown(0.012, "%") == "1.2"
     assert shown(None, "s") == "–"
 
 

@@ -12,7 +12,7 @@ from nbdist.train import GPT, GPTConfig
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies import building, splitting
 from nbdist.train.strategies.held import Layout, hold
-from nbdist.train.strategies.stages import Pieces
+from nbdist.train.strategies.pieces import Pieces
 
 SMALL = GPTConfig(num_layers=2, num_heads=2, width=16, context=8, vocabulary=32)
 

@@ -629,6 +629,23 @@ def test_survivors_go_on_without_waiting_for_the_newcomer():
     assert not world.machine.is_healthy
 
 
+@pytest.mark.parametrize(("policy", "others_come"), [("refill", True), ("shrink", False)])
+def test_survivors_are_told_whether_their_group_is_to_grow(policy, others_come):
+    """Where a seat is being filled it does, and when it is filled nobody else is to come."""
+    world = World.running(3, policy=policy)
+    world.die(1)
+    said = world.broken(0) + world.broken(2)
+    (form,) = only(said, do.Form)
+    assert form.others_come is others_come
+    world.settle()
+    if not others_come:
+        world.scale(3)
+    world.ready(1)
+    world.settle()
+    assert [f.others_come for f in only(world.said, do.Form)][-1] is False
+    assert world.slots == (0, 1, 2)
+
+
 def test_a_refilled_seat_has_its_old_rank_again():
     """After the refill ranks are places among the occupied slots: everybody has the old one."""
     world = World.running(3)

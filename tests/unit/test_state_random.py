@@ -207,7 +207,7 @@ class Life:
         match instruction:
             case do.Tell(slot, order):
                 self.tell(slot, order)
-            case do.Form(membership, run):
+            case do.Form(membership, run, _):
                 self.check_group(membership)
                 form = od.FormGroup(membership=membership, store_host="", store_port=0, run=run)
                 for slot in membership.slots:

@@ -208,3 +208,14 @@ def test_a_run_that_will_not_go_on_has_no_stall_of_its_own(change, will_go):
     for name, value in change.items():
         setattr(run, name, value)
     assert run.will_go is will_go
+
+
+def test_steps_that_are_trained_again_are_no_part_of_the_stall():
+    """Where all go back to copies, it counts from the loss, and they are counted themselves."""
+    told, run = Story(), going()
+    commit(told, run, *((step, 1, 5.0 + step) for step in range(5)))
+    incident = lose(told, now=10.0, run=run)
+    incident.detect_s = 0.5
+    commit(told, run, (2, 2, 11.6), (3, 2, 11.7))
+    assert incident.stall_s == pytest.approx(11.6 - 9.5 - 0.1)
+    assert (incident.step, incident.steps_repeated, incident.samples_lost) == (2, 3, 0)

@@ -8,7 +8,8 @@ from trainers import GLOBAL_BATCH, FakePort, GroupError, Samples, break_in, go, 
 
 from nbdist.errors import WrongState
 from nbdist.train import Evaluate
-from nbdist.train.loop import own, train
+from nbdist.train.loop import Aside, own, train, walk
+from nbdist.train.step import Step
 
 
 def losses(port):
@@ -315,3 +316,23 @@ def test_a_step_knows_what_it_is():
     assert trainer.logged["double"] == [(i, 2.0 * i) for i in range(6)]
     draws = [torch.rand(1, generator=step.generator(i)).item() for i in (3, 3, 4)]
     assert draws[0] == draws[1] != draws[2]
+
+
+def test_a_trainer_that_does_not_fit_waits_where_another_group_is_to_come():
+    """With other seats filled it may fit; where none comes, or not in time, it makes do."""
+    for is_late in (False, True):
+        trainer, port = make(), FakePort(2)
+        state = trainer._state
+        state.exchange.fits = lambda *_: False
+        port.others_come, port.patience_s = True, 60.0
+        walker = walk(state, port)
+        assert [type(next(walker)), type(next(walker))] == [Aside, Aside]
+        if is_late:
+            port.patience_s = -1.0
+        else:
+            port.others_come = False
+        step = next(walker)
+        assert isinstance(step, Step)
+        train(step)
+        assert trainer.step == 1
+        walker.close()

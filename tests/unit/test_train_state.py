@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 from trainers import FakePort, Samples, go, make
 
-from nbdist.engine.port import Drivable
+from nbdist.engine.port import Drivable, is_trainer
 from nbdist.protocol import values
 from nbdist.train import Trainer
 from nbdist.train.loading import Loader, Part
@@ -49,7 +49,18 @@ def trained(num=5, **changes):
 
 def test_a_trainer_is_what_the_engine_drives():
     """It has everything that an engine asks of one."""
-    assert isinstance(make(), Drivable)
+    trainer = make()
+    assert isinstance(trainer, Drivable)
+    assert is_trainer(trainer)
+
+
+@pytest.mark.parametrize("name", ["drive", "is_replicated", "owned"])
+def test_what_lacks_a_part_is_no_trainer(name):
+    """It is refused with a sentence where a run begins: an engine that asked for it would end."""
+    parts = {key: None for key in vars(Drivable) if not key.startswith("_")}
+    assert is_trainer(type("Like", (), parts)())
+    del parts[name]
+    assert not is_trainer(type("Unlike", (), parts)())
 
 
 def test_a_state_is_taken_over_whole():

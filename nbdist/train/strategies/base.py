@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
 
@@ -86,6 +86,9 @@ class Keeper(Protocol):
     def take_back(self, data: bytes) -> None:
         """Have the state that a copy was made of."""
 
+    def move(self, module: nn.Module, copies: Iterable[bytes]) -> None:
+        """Hold another part of the model, whose state is in the copies of all ranks."""
+
 
 class Turn(Protocol):
     """One batch of a step, as an exchange is given it: `train.step.Step`."""
@@ -129,10 +132,10 @@ class Exchange(Protocol):
     """A pass through the model needs all ranks: each makes as many as the others."""
 
     def fits(self, rank: int, world_size: int) -> bool:
-        """Whether this rank can train in a group of this size; else it waits for another."""
+        """Whether what this rank holds is what it should hold in a group of this size.
 
-    def misfit(self, rank: int, world_size: int) -> str:
-        """Why it cannot."""
+        Where it is not, and another group is to come, it waits for that.
+        """
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt at a step begins, in a group of this size. Does no communication."""
@@ -215,6 +218,8 @@ class Strategy(Protocol):
 
     is_replicated: ClassVar[bool]
     """Whether every rank holds the whole state, so that any can hand it over to any other."""
+    relief: ClassVar[str]
+    """What would need less memory on a rank, in a sentence."""
 
     def check(self, terms: Terms) -> None:
         """Raise ValueError where the settings do not fit the trainer."""

@@ -2,8 +2,8 @@
 
 Every so many steps each rank keeps its own state, and sends it to the next rank, which keeps it
 too. Of each, the last two are kept: a loss may come while the newest is on its way. When the ranks
-of a new group do not all stand at the same step, all go back to the newest step of which every
-state is somewhere. Runs in the engine's main thread.
+of a new group do not all stand at the same step, or do not hold the parts that they should, all go
+back to the newest step of which every state is somewhere. Runs in the engine's main thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nbdist.engine.works import WORKS
 from nbdist.train.strategies.data_parallel import sum_on_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -26,99 +26,170 @@ if TYPE_CHECKING:
 
 NUM_KEPT = 2
 """Steps of which copies are kept."""
-_NONE = -1
+_ROW = 4 + 5 * NUM_KEPT
+
+
+class Spread(NamedTuple):
+    """A step, and how the model lay on ranks then."""
+
+    step: int
+    num_ranks: int
+    num_stages: int
+
+
+class Kept(NamedTuple):
+    """What one rank keeps of one spread."""
+
+    spread: Spread
+    rank: int
+    """Whose place it had in it: it keeps this one's state."""
+    has_left: bool
+    """And that of the rank before."""
+
+    @property
+    def ranks(self) -> set[int]:
+        """All whose state it keeps."""
+        left = {(self.rank - 1) % self.spread.num_ranks} if self.has_left else set()
+        return {self.rank} | left
 
 
 class Stand(NamedTuple):
     """Where a rank stands, and what it could give."""
 
-    step: int
-    own: tuple[int, ...]
-    """Steps of which it has its own state."""
-    left: tuple[int, ...]
-    """Steps of which it has the state of the rank before it."""
+    now: Spread
+    rank: int
+    """Whose part it holds."""
+    kept: tuple[Kept, ...]
+
+    @property
+    def has(self) -> set[tuple[Spread, int]]:
+        """The states that it keeps."""
+        return {(kept.spread, rank) for kept in self.kept for rank in kept.ranks}
 
 
-def common_step(stands: Sequence[Stand]) -> int | None:
-    """The newest step of which every rank's state is somewhere; None: there is none."""
-    steps = {step for stand in stands for step in (*stand.own, *stand.left)}
-    num = len(stands)
-    there = [
-        step
-        for step in steps
-        if all(
-            step in stand.own or step in stands[(rank + 1) % num].left
-            for rank, stand in enumerate(stands)
-        )
+def are_together(stands: Sequence[Stand]) -> bool:
+    """Whether all hold the parts that they should, of the same step."""
+    now = stands[0].now
+    places = [(stand.now, stand.rank) for stand in stands]
+    return now.num_ranks == len(stands) and places == [(now, at) for at in range(len(stands))]
+
+
+def newest(stands: Sequence[Stand]) -> Spread | None:
+    """That of the newest step of which every state is somewhere; None: there is none."""
+    there = set[tuple[Spread, int]]().union(*(stand.has for stand in stands))
+    whole = [
+        spread
+        for spread in {spread for spread, _ in there}
+        if all((spread, rank) in there for rank in range(spread.num_ranks))
     ]
-    return max(there, default=None)
+    return max(whole, key=lambda s: (s.step, s.num_ranks == len(stands), *s), default=None)
 
 
 class Copies:
     """The copies that one rank keeps."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank, self._num = rank, num_ranks
-        self._own: dict[int, bytes] = {}
-        self._left: dict[int, bytes] = {}
+    def __init__(self) -> None:
+        self._kept: dict[Spread, tuple[int, bytes, bytes | None]] = {}
+        """What the rank was in it, its own state, and that of the rank before."""
 
-    def gather(self, step: int) -> list[Stand]:
-        """Where every rank stands."""
-        table = torch.full((self._num, 1 + 2 * NUM_KEPT), 0, dtype=torch.int64)
-        own, left = _padded(self._own), _padded(self._left)
-        table[self._rank] = torch.tensor([step, *own, *left]) - _NONE
-        sum_on_backend(table)
-        rows = (table + _NONE).tolist()
-        return [
-            Stand(row[0], _steps(row[1 : 1 + NUM_KEPT]), _steps(row[1 + NUM_KEPT :]))
-            for row in rows
-        ]
+    def keep(self, now: Spread, rank: int, keeper: Keeper) -> None:
+        """Keep the present state here alone."""
+        self._keep(now, (rank, keeper.copy(), None))
 
-    def renew(self, keeper: Keeper) -> None:
+    def renew(self, now: Spread, rank: int, keeper: Keeper) -> None:
         """Keep the present state, here and at the neighbour."""
-        data = keeper.copy()
-        sizes = torch.zeros(self._num, dtype=torch.int64)
-        sizes[self._rank] = len(data)
+        data, num = keeper.copy(), now.num_ranks
+        sizes = torch.zeros(num, dtype=torch.int64)
+        sizes[rank] = len(data)
         sum_on_backend(sizes)
-        before, behind = (self._rank - 1) % self._num, (self._rank + 1) % self._num
+        before, behind = (rank - 1) % num, (rank + 1) % num
         received = torch.empty(int(sizes[before]), dtype=torch.uint8)
         _move({behind: _as_tensor(data)}, {before: received})
-        self._keep(self._own, keeper.step, data)
-        self._keep(self._left, keeper.step, received.numpy().tobytes())
+        self._keep(now, (rank, data, received.numpy().tobytes()))
 
-    def go_back(self, stands: Sequence[Stand], step: int, keeper: Keeper) -> None:
-        """All ranks have the state of a step again, which `common_step` has named."""
-        before, behind = (self._rank - 1) % self._num, (self._rank + 1) % self._num
-        sizes = torch.zeros(self._num, dtype=torch.int64)
-        gives = step not in stands[before].own
-        if gives:
-            sizes[before] = len(self._left[step])
-        sum_on_backend(sizes)
-        sent = {before: _as_tensor(self._left[step])} if gives else {}
-        received = torch.empty(int(sizes[self._rank]), dtype=torch.uint8)
-        lacks = step not in stands[self._rank].own
-        _move(sent, {behind: received} if lacks else {})
-        keeper.take_back(received.numpy().tobytes() if lacks else self._own[step])
-        self._own = {at: data for at, data in self._own.items() if at <= step}
-        self._left = {at: data for at, data in self._left.items() if at <= step}
+    def gather(self, now: Spread, its_rank: int, rank: int, num_ranks: int) -> list[Stand]:
+        """Where every rank of the present group stands.
 
-    def has(self, step: int) -> bool:
-        """Whether copies of a step were made."""
-        return step in self._own
+        Args:
+            now: where this one does.
+            its_rank: whose part it holds.
+            rank: which it is.
+            num_ranks: of the present group.
+        """
+        table = torch.zeros(num_ranks, _ROW, dtype=torch.int64)
+        row = [*now, its_rank]
+        for spread, (own, _, left) in self._kept.items():
+            row += [*spread, own, int(left is not None)]
+        table[rank, : len(row)] = torch.tensor(row)
+        if num_ranks > 1:
+            sum_on_backend(table)
+        return [_read(row) for row in table.tolist()]
 
-    @staticmethod
-    def _keep(kept: dict[int, bytes], step: int, data: bytes) -> None:
-        kept[step] = data
-        for old in sorted(kept)[:-NUM_KEPT]:
-            del kept[old]
+    def fetch(
+        self, stands: Sequence[Stand], spread: Spread, rank: int, *, is_same: bool
+    ) -> Iterator[bytes]:
+        """The states of a spread that this rank needs, one after the other.
+
+        Every rank goes through it to its end.
+
+        Args:
+            stands: of all ranks.
+            spread: that `newest` has named.
+            rank: which this one is.
+            is_same: each rank needs that of its own number; else all need all.
+        """
+        for number in range(spread.num_ranks):
+            lacking = [at for at, stand in enumerate(stands) if (spread, number) not in stand.has]
+            receivers = [at for at in lacking if not is_same or at == number]
+            giver = next(at for at in range(len(stands)) if at not in lacking)
+            data = self._of(spread, number) if rank not in lacking else b""
+            if receivers:
+                data = _pass_on(data, giver, receivers, rank)
+            if not is_same or rank == number:
+                yield data
+
+    def drop_after(self, step: int) -> None:
+        """What was trained since then is not to be gone back to."""
+        self._kept = {spread: kept for spread, kept in self._kept.items() if spread.step <= step}
+
+    def has(self, now: Spread) -> bool:
+        """Whether copies were made of it."""
+        return now in self._kept
+
+    def _of(self, spread: Spread, number: int) -> bytes:
+        own, data, left = self._kept[spread]
+        if number == own:
+            return data
+        assert left is not None
+        return left
+
+    def _keep(self, now: Spread, kept: tuple[int, bytes, bytes | None]) -> None:
+        self._kept.pop(now, None)
+        self._kept[now] = kept
+        for old in list(self._kept)[:-NUM_KEPT]:
+            del self._kept[old]
 
 
-def _padded(kept: dict[int, bytes]) -> list[int]:
-    return [*sorted(kept), *[_NONE] * (NUM_KEPT - len(kept))]
+def _read(row: Sequence[int]) -> Stand:
+    kept = []
+    for start in range(4, _ROW, 5):
+        spread = Spread(*row[start : start + 3])
+        if spread.num_ranks:
+            kept.append(Kept(spread, row[start + 3], bool(row[start + 4])))
+    return Stand(Spread(*row[:3]), row[3], tuple(kept))
 
 
-def _steps(padded: list[int]) -> tuple[int, ...]:
-    return tuple(step for step in padded if step != _NONE)
+def _pass_on(data: bytes, giver: int, receivers: Sequence[int], rank: int) -> bytes:
+    """One rank's bytes, on those that are to have them too."""
+    size = torch.tensor([len(data) if rank == giver else 0])
+    sum_on_backend(size)
+    if rank == giver:
+        _move(dict.fromkeys(receivers, _as_tensor(data)), {})
+    elif rank in receivers:
+        received = torch.empty(int(size), dtype=torch.uint8)
+        _move({}, {giver: received})
+        return received.numpy().tobytes()
+    return data
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -64,6 +64,10 @@ class DataParallel:
     """Every rank holds the whole model; gradients are summed over all ranks."""
 
     is_replicated: ClassVar[bool] = True
+    relief: ClassVar[str] = (
+        "Every rank holds the whole model: strategy=Pipeline(stages) has each hold a part of it. "
+        "Where it is the batch that is too large, accumulate=n goes through it in n parts"
+    )
 
     bucket_mb: float = DEFAULT_BUCKET_MB
     """Gradients are summed in pieces of this size, in MiB."""
@@ -132,10 +136,6 @@ class Replicas:
     def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
         """Replicas train in any group."""
         return True
-
-    def misfit(self, rank: int, world_size: int) -> str:  # noqa: ARG002 - any will do
-        """There is no reason."""
-        return ""
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - any will do
         """An attempt begins. The wrapper is made with the first that has company."""

@@ -5,7 +5,7 @@ Runs in the engine's main thread; making one does no communication.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -58,12 +58,16 @@ class Held(nn.Module):
         self.layout, self.counts, self.shared = layout, list(counts), shared
         mine = [*self.stages.parameters(), *self.stages.buffers()]
         self._names = {id(tensor): names[id(tensor)] for tensor in mine}
+        self.order = {name: place for place, name in enumerate(names.values())}
+        """Of everything in the whole model."""
         self.source: list[Tensor] = []
         """Where the user gave a module: all its parameters and buffers, to be taken from rank 0."""
+        self.again: Callable[[int], Held]
+        """Cuts the model into so many stages for the present group; ValueError: it cannot be."""
 
-    def stage(self, number: int) -> nn.Module:
+    def stage(self, number: int) -> Stage:
         """A stage of this rank."""
-        return self.stages[str(number)]
+        return cast("Stage", self.stages[str(number)])
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

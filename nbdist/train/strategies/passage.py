@@ -27,7 +27,9 @@ class Passage:
         self.autocast = autocast
         """The context in which the model computes."""
         self.key: tuple[int, ...] = ()
-        """From which, with stage and micro-batch, the random numbers of a forward pass follow."""
+        """From which, with block and micro-batch, the random numbers of a forward pass follow."""
+        self._forward: tuple[int, torch.device] | None = None
+        """The micro-batch that goes forward now, and on which device."""
         self.slow_factor = 1.0
         """What is computed is to take so many times as long."""
         self.compute_ns = 0
@@ -44,9 +46,15 @@ class Passage:
         self.key, self.slow_factor, self.compute_ns = key, slow_factor, 0
         self.ready_ns = perf_counter_ns()
 
-    def seed(self, stage: int, microbatch: int, device: torch.device) -> None:
-        """The random numbers of one stage's forward pass, whatever the schedule."""
-        seed_all(seed_of(*self.key, stage, microbatch), device)
+    def go_forward(self, microbatch: int, device: torch.device) -> None:
+        """A micro-batch is about to go forward through a stage."""
+        self._forward = microbatch, device
+
+    def come_to(self, block: int) -> None:
+        """To a block, whose random numbers depend neither on the schedule nor on the cut."""
+        if self._forward is not None:
+            microbatch, device = self._forward
+            seed_all(seed_of(*self.key, block, microbatch), device)
 
     @contextlib.contextmanager
     def computes(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:

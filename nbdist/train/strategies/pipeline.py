@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbdist.engine import runs
 from nbdist.train.checks import check_whole
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies import actions, schedules
 from nbdist.train.strategies.held import Held, Layout, hold
-from nbdist.train.strategies.splitting import Split, check_split
+from nbdist.train.strategies.splitting import Split, check_split, is_counts
 from nbdist.train.strategies.stages import Stages
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class Pipeline:
     """The model is cut into stages, which batches go through in pieces."""
 
     is_replicated: ClassVar[bool] = False
+    relief: ClassVar[str] = (
+        "On more engines each holds a smaller part of the model. Copies that a lost stage comes "
+        "back from take up to four times a rank's state: copy_every=0 makes none. More "
+        "micro-batches are smaller ones"
+    )
 
     stages: int
     """How many, over all ranks; each rank has the same number of them."""
@@ -82,23 +88,34 @@ class Pipeline:
         samples = terms.global_batch // terms.accumulate
         return self.microbatches or schedules.default_microbatches(self.stages, samples)
 
-    def _layout(self, num_microbatches: int) -> Layout:
+    def _layout(self, num_stages: int, num_microbatches: int) -> Layout:
         """Who has which stage in the present group."""
         has_group = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if has_group else 0
         num_ranks = dist.get_world_size() if has_group else 1
         if num_ranks == 1:
-            return Layout((0,) * self.stages, 0, 1)
+            return Layout((0,) * num_stages, 0, 1)
+        try:
+            owners = self._owners(num_stages, num_ranks, num_microbatches)
+        except ValueError:
+            present = runs.present()
+            if present is None or not present.is_replaying:
+                raise
+            # A newcomer of a world in which the others have cut the model anew: so will it.
+            return Layout(tuple(range(num_stages)), min(rank, num_stages - 1), num_stages)
+        return Layout(owners, rank, num_ranks)
+
+    def _owners(self, num_stages: int, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
         if isinstance(self.schedule, str):
-            owners = schedules.owners(self.schedule, self.stages, num_ranks)
-            schedules.check_counts(self.schedule, self.stages, num_ranks, num_microbatches)
+            owners = schedules.owners(self.schedule, num_stages, num_ranks)
+            schedules.check_counts(self.schedule, num_stages, num_ranks, num_microbatches)
         else:
-            owners = actions.check(actions.parse(self.schedule), self.stages, num_microbatches)
+            owners = actions.check(actions.parse(self.schedule), num_stages, num_microbatches)
             if len(self.schedule) != num_ranks:
                 raise ValueError(
                     f"schedule is for {len(self.schedule)} ranks, and the group has {num_ranks}"
                 )
-        return Layout(owners, rank, num_ranks)
+        return owners
 
     def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:
         """The stages of this rank."""
@@ -110,13 +127,20 @@ class Pipeline:
                 return terms.make_module()
 
         given = terms.model if isinstance(terms.model, nn.Module) else None
-        return hold(
-            make,
-            given=given,
-            split=self.split,
-            layout=self._layout(self._num_microbatches(terms)),
-            sample=lambda: sample()[0],
-        )
+
+        def cut(num_stages: int) -> Held:
+            has_counts = is_counts(self.split) and num_stages != self.stages
+            held = hold(
+                make,
+                given=given,
+                split="auto" if has_counts else self.split,
+                layout=self._layout(num_stages, self._num_microbatches(terms)),
+                sample=lambda: sample()[0],
+            )
+            held.again = cut
+            return held
+
+        return cut(self.stages)
 
     def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Stages:  # noqa: ARG002 - as for all strategies
         """The working half."""

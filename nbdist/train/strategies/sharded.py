@@ -33,6 +33,11 @@ class Sharded:
     """Every rank has some rows of each parameter; a block's others come when it computes."""
 
     is_replicated: ClassVar[bool] = False
+    relief: ClassVar[str] = (
+        "On more engines each holds fewer rows. Copies that lost rows come back from take up to "
+        "four times a rank's state: copy_every=0 makes none. blocks= of fewer layers are gathered "
+        "in smaller pieces"
+    )
 
     blocks: Blocks = "auto"
     """Which parts of the model are gathered at once, each as a whole: "auto", the blocks that a
@@ -78,10 +83,16 @@ class Sharded:
             with seeded(terms.seed, torch.device("cpu")):
                 return terms.make_module()
 
-        has_group = dist.is_available() and dist.is_initialized()
-        portion = Portion(dist.get_rank(), dist.get_world_size()) if has_group else Portion(0, 1)
         is_given = isinstance(terms.model, nn.Module)
-        return hold(make, is_given=is_given, blocks_of=self.blocks_of, portion=portion)
+
+        def cut() -> Slices:
+            has_group = dist.is_available() and dist.is_initialized()
+            own = Portion(dist.get_rank(), dist.get_world_size()) if has_group else Portion(0, 1)
+            slices = hold(make, is_given=is_given, blocks_of=self.blocks_of, portion=own)
+            slices.again = cut
+            return slices
+
+        return cut()
 
     def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Shards:  # noqa: ARG002 - as for all strategies
         """The working half."""

@@ -52,9 +52,13 @@ class Slices(nn.Module):
         self._cut = dict(whole.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self._cut.items()}
         """Of the whole parameters."""
+        self.rows = {name: portion.rows(shape[0]) for name, shape in self.shapes.items() if shape}
+        """Of them, those that this rank has."""
         self._rows = self._cut if fsdp is None else self._views(fsdp)
         self.source: list[tuple[str, Tensor]] = []
         """Where the user gave a module: all its parameters, to be taken from rank 0."""
+        self.again: Callable[[], Slices] = lambda: self
+        """Cuts the same model anew, for the group that there is then."""
 
     def _views(self, fsdp: Fsdp) -> dict[str, nn.Parameter]:
         return {

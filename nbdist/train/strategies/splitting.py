@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,25 @@ BYTES_WEIGHT = 0.1
 
 
 class Stage(nn.Module):
-    """Blocks that are applied one after the other, as `nn.Sequential` does."""
+    """Blocks that are applied one after the other, as `nn.Sequential` does.
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    Args:
+        blocks: of the model, in order.
+        first: the number of the first of them in the whole model.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], first: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks, self._first = nn.ModuleList(blocks), first
+        self.comes_to: Callable[[int], None] | None = None
+        """Called before each block goes forward, with its number in the whole model."""
 
     def forward(self, *received: Any) -> Any:
         """What the last block returns; several tensors from the stage before are one tuple."""
         value = received[0] if len(received) == 1 else received
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks, self._first):
+            if self.comes_to is not None:
+                self.comes_to(number)
             value = block(value)
         return value
 
@@ -56,6 +65,11 @@ def check_split(split: Any) -> None:
             f'split is {shown(split)}; it must be "auto", the number of blocks of each stage, the '
             "names of the blocks in their order, or a function from the model to its blocks"
         )
+
+
+def is_counts(split: Split) -> TypeGuard[Sequence[int]]:
+    """Whether it says how many blocks each stage has."""
+    return not isinstance(split, str) and isinstance(split, Sequence) and _are_all(split, int)
 
 
 def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
@@ -90,7 +104,7 @@ def counts_of(
         split: as the user gave it.
         sample: gives an input; asked for where costs are counted.
     """
-    if not isinstance(split, str) and isinstance(split, Sequence) and _are_all(split, int):
+    if is_counts(split):
         counts = [int(num) for num in split]
         if len(counts) != num_stages or sum(counts) != len(blocks):
             raise ValueError(
@@ -110,7 +124,8 @@ def counts_of(
 def cut(blocks: Sequence[nn.Module], counts: Sequence[int]) -> list[Stage]:
     """The stages."""
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [Stage(blocks[start : start + num]) for start, num in zip(starts, counts, strict=True)]
+    pairs = zip(starts, counts, strict=True)
+    return [Stage(blocks[start : start + num], start) for start, num in pairs]
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[int]:

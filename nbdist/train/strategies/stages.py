@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,67 +15,24 @@ from nbdist.engine.works import WORKS
 from nbdist.errors import RecoveryFailed, WrongState
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.objective import Objective, pair_of, weigh
-from nbdist.train.sampling import share
 from nbdist.train.strategies.base import Place
-from nbdist.train.strategies.copies import Copies, common_step
+from nbdist.train.strategies.copies import Copies, Spread, Stand, are_together, newest
 from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
 from nbdist.train.strategies.passage import Passage
+from nbdist.train.strategies.pieces import Pieces, rows_of
+from nbdist.train.strategies.schedules import owners as owners_of
 from nbdist.train.vote import FIRST_BUFFER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from nbdist.train.strategies.base import Keeper, Summed, Turn
     from nbdist.train.strategies.held import Held
     from nbdist.train.strategies.schedules import Order
 
+_NO_GROUP = 0, 1, -1
 MAX_SCHEDULES = 4
 """One for each shape of a batch; the oldest go first."""
-
-
-class Pieces:
-    """How a batch of `num` samples comes apart into micro-batches of equal size.
-
-    Where it does not come out even, a micro-batch's last sample stands in it more than once.
-    """
-
-    def __init__(self, num: int, num_microbatches: int) -> None:
-        cuts = [share(num, i, num_microbatches) for i in range(num_microbatches)]
-        self.size = cuts[0].stop
-        """Of each."""
-        self.cuts = cuts
-        """The samples of each."""
-        self.is_even = num == self.size * num_microbatches
-        rows = [np.minimum(np.arange(c.start, c.start + self.size), c.stop - 1) for c in cuts]
-        self._rows = torch.from_numpy(np.concatenate(rows).clip(0))
-        places = [np.arange(i * self.size, i * self.size + n) for i, n in enumerate(self.sizes)]
-        self._places = torch.from_numpy(np.concatenate(places))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Samples of each that count."""
-        return [cut.stop - cut.start for cut in self.cuts]
-
-    def fill(self, inputs: Tensor) -> Tensor:
-        """As many rows as all micro-batches have together."""
-        return inputs if self.is_even else inputs[self._rows.to(inputs.device)]
-
-    def drop_filling(self, output: Any) -> Any:
-        """Of what comes out for these, the rows that count."""
-        return output if self.is_even else rows_of(output, self._places, self._rows.numel())
-
-
-def rows_of(value: Any, rows: slice | Tensor, num: int) -> Any:
-    """The same with some of the rows of each tensor that has so many."""
-    if isinstance(value, Tensor):
-        there = rows.to(value.device) if isinstance(rows, Tensor) else rows
-        return value[there] if value.dim() and len(value) == num else value
-    if isinstance(value, dict):
-        return {key: rows_of(item, rows, num) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [rows_of(item, rows, num) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
 
 
 class Stages:
@@ -96,24 +52,31 @@ class Stages:
     ) -> None:
         self.place = Place(0, 1)
         """Every rank sees the whole batch."""
-        self._held, self._schedule, self._seed = held, schedule, seed
+        self._schedule, self._seed = schedule, seed
         self._num_microbatches = num_microbatches
-        self._device = next(held.parameters()).device
         numeric = Objective(None, None, precision)
         self._passage = Passage(lambda: numeric.autocast(self._device))
+        self._take(held)
         from nbdist.train.strategies import torch_pipeline  # noqa: PLC0415 - it takes a second
 
         self._torch = torch_pipeline
         self._made: dict[tuple[Any, ...], Any] = {}
-        self._generation: int | None = None
+        self._group = _NO_GROUP
+        """Own rank, size and generation of the present group."""
         self._is_new = True
         """The ranks have not settled in the present group yet."""
         self._copy_every = copy_every
-        self._copies = Copies(held.layout.rank, held.layout.num_ranks)
+        self._copies = Copies()
         self._groups: dict[str, Any] = {}
         """Name of a shared parameter -> the group of those that have it."""
         self._turn: tuple[Turn, Pieces, Any] | None = None
         """The batch that goes through now: its step, its pieces, its targets."""
+
+    def _take(self, held: Held) -> None:
+        """This is what the rank holds."""
+        self._held, self._device = held, next(held.parameters()).device
+        for number in held.layout.own:
+            held.stage(number).comes_to = self._passage.come_to
 
     # ---- the group
 
@@ -121,55 +84,109 @@ class Stages:
         """The stages lie on so many ranks, and on this one so."""
         return (rank, world_size) == (self._held.layout.rank, self._held.layout.num_ranks)
 
-    def misfit(self, rank: int, world_size: int) -> str:
-        """They lie on other ranks."""
-        layout = self._held.layout
-        return (
-            f"the pipeline was cut for {layout.num_ranks} ranks, and this one has the stages "
-            f"{layout.own} of rank {layout.rank}; the group has {world_size} ranks now, and "
-            f"this is rank {rank}"
-        )
-
-    def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - it fits
+    def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt begins; what was made for an earlier group is of no use."""
-        if generation != self._generation:
+        group = rank, world_size, generation
+        if group != self._group:
             self._made.clear()
             self._groups.clear()
-            self._generation, self._is_new = generation, True
+            self._group, self._is_new = group, True
 
     @torch.no_grad()
     def settle(self, keeper: Keeper) -> bool:
         """See that all ranks hold the same step; before the first, take a module's weights.
 
-        In a new group all may have to go back to their copies. In any group these are renewed every
-        so many steps.
+        In a new group all may have to go back to their copies, and to cut the model anew where it
+        has another size. In any group copies are renewed every so many steps.
         """
-        if self._held.layout.num_ranks == 1:
-            return False
         is_new = self._is_new
         has_changed = self._settle_in(keeper) if is_new else False
         self._is_new = False
+        if self._held.layout.num_ranks == 1:
+            return has_changed
         for tensor in self._held.source if keeper.step == 0 else []:
             take_from_first(tensor)
             has_changed = True
+        now = self._now(keeper)
         is_due = bool(self._copy_every) and keeper.step % self._copy_every == 0
-        if self._copy_every and (is_new or (is_due and not self._copies.has(keeper.step))):
-            self._copies.renew(keeper)
+        if self._copy_every and (is_new or (is_due and not self._copies.has(now))):
+            self._copies.renew(now, self._held.layout.rank, keeper)
         return has_changed
 
     def _settle_in(self, keeper: Keeper) -> bool:
-        """In a new group; whether all had to go back."""
-        layout, stands = self._held.layout, self._copies.gather(keeper.step)
-        is_even = len({stand.step for stand in stands}) == 1
-        if not is_even:
-            step = common_step(stands)
-            if step is None:
-                steps = [stand.step for stand in stands]
-                raise RecoveryFailed(_lost(steps, layout.owners, self._copy_every))
-            self._copies.go_back(stands, step, keeper)
+        """In a new group; whether what this rank holds has changed."""
+        layout, (rank, num_ranks, _) = self._held.layout, self._group
+        if num_ranks == layout.num_ranks == 1:
+            return False
+        if not self.fits(rank, num_ranks) and keeper.step:
+            self._copies.keep(self._now(keeper), layout.rank, keeper)  # all may be here still
+        stands = self._copies.gather(self._now(keeper), layout.rank, rank, num_ranks)
+        has_changed = not are_together(stands)
+        if has_changed:
+            self._come_together(stands, keeper)
         for name, ranks in self._held.shared.items():
             self._groups[name] = dist.new_group(list(ranks))
-        return not is_even
+        return has_changed
+
+    def _now(self, keeper: Keeper) -> Spread:
+        layout = self._held.layout
+        return Spread(keeper.step, layout.num_ranks, len(layout.owners))
+
+    def _come_together(self, stands: Sequence[Stand], keeper: Keeper) -> None:
+        """All hold the parts that they should in this group, of the same step."""
+        rank, num_ranks, _ = self._group
+        spread = newest(stands)
+        if spread is None and any(stand.now.step for stand in stands):
+            raise RecoveryFailed(self._lost(stands))
+        known = [stand.now for stand in stands] if spread is None else [spread]
+        num_stages = num_ranks * max(s.num_stages // s.num_ranks for s in known)
+        is_same = spread is not None and spread[1:] == (num_ranks, num_stages)
+        held = self._held_in(num_stages)
+        copies: Iterable[bytes] = ()
+        if spread is not None:
+            copies = self._copies.fetch(stands, spread, rank, is_same=is_same)
+        if is_same and held is self._held:
+            (own,) = copies
+            keeper.take_back(own)
+        elif spread is not None or held is not self._held:
+            keeper.move(held, copies)
+        self._take(held)
+        self._copies.drop_after(keeper.step)
+
+    def _held_in(self, num_stages: int) -> Held:
+        """What this rank is to hold in the present group: what it does, or what is cut anew."""
+        held, (rank, num_ranks, _) = self._held, self._group
+        if self.fits(rank, num_ranks) and len(held.layout.owners) == num_stages:
+            return held
+        try:
+            return held.again(num_stages)
+        except ValueError as error:
+            raise RecoveryFailed(
+                f"the pipeline cannot be cut anew for the {num_ranks} ranks that the group has "
+                f"now: {error}. Start as many engines as before (%dist_scale), or make the trainer "
+                "anew"
+            ) from error
+
+    def _lost(self, stands: Sequence[Stand]) -> str:
+        """Why nothing is left to go on with."""
+        newest_of_all = max(stand.now for stand in stands)
+        step, num_ranks, num_stages = newest_of_all
+        there = {stand.rank for stand in stands if stand.now == newest_of_all}
+        ranks = [rank for rank in range(num_ranks) if rank not in there]
+        owners = self._held.layout.owners
+        if isinstance(self._schedule, str):
+            owners = owners_of(self._schedule, num_stages, num_ranks)
+        stages = [stage for stage, owner in enumerate(owners) if owner in ranks]
+        why = (
+            "no rank has copies of one step of all stages: neighbours were lost together"
+            if self._copy_every
+            else "nobody keeps copies, since copy_every is 0"
+        )
+        return (
+            f"stages {stages} were lost with the weights of step {step}: rank"
+            f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {num_ranks} had "
+            f"them, and {why}. Make the trainer anew and train from the beginning"
+        )
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
@@ -188,16 +205,23 @@ class Stages:
         return [*tensor.tolist(), *vote[FIRST_BUFFER:]]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of all stages together; what several ranks share counts once."""
-        layout, own = self._held.layout, nn.utils.get_total_norm(gradients)
-        square = own.double() ** 2
-        for name, parameter in self._held.named_parameters():
-            others = self._held.shared.get(name, ())
-            if others and others[0] != layout.rank and parameter.grad is not None:
-                square -= parameter.grad.norm().double() ** 2
-        total = square.reshape(1).cpu()
-        self.sum_(total)
-        return total.clamp(min=0).sqrt()[0].to(own)
+        """Of all stages together; what several ranks share counts once.
+
+        Summed parameter by parameter in the model's order, so that it does not depend on the cut.
+        """
+        held = self._held
+        square = torch.zeros(len(held.order), dtype=torch.float64)
+        counted = {
+            held.order[name]: p.grad.norm()
+            for name, p in held.named_parameters()
+            if p.grad is not None
+            and held.shared.get(name, (held.layout.rank,))[0] == held.layout.rank
+        }
+        if counted:
+            square[list(counted)] = torch.stack(list(counted.values())).cpu().double() ** 2
+        self.sum_(square)
+        norm = square.sum().sqrt()
+        return norm.to(gradients[0]) if gradients else norm.float()
 
     def _shared(self) -> list[tuple[nn.Parameter, Any]]:
         """Parameters that other ranks have too, in the same order on all of them."""
@@ -286,7 +310,7 @@ class Stages:
         for number, piece in enumerate(pieces):
             value: Any = piece
             for stage in range(len(self._held.layout.owners)):
-                passage.seed(stage, number, self._device)
+                passage.go_forward(number, self._device)
                 with passage.computes(Kind.FORWARD, stage, number), passage.autocast():
                     value = self._held.stage(stage)(value)
             if loss is None:
@@ -319,8 +343,12 @@ class Stages:
         return []
 
     def end(self) -> None:
-        """What a step that failed has left in the schedules is let go."""
+        """What a step that failed has left in the schedules is let go.
+
+        The next run may be in another group: all ranks begin it anew.
+        """
         self._made.clear()
+        self._group = _NO_GROUP
         self._turn = None
 
 
@@ -337,20 +365,3 @@ def _first_tensor(value: Any) -> Tensor:
     while not isinstance(value, Tensor):
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return value
-
-
-def _lost(steps: list[int], owners: Sequence[int], copy_every: int) -> str:
-    newest = max(steps)
-    behind = [rank for rank, step in enumerate(steps) if step != newest]
-    stages = [stage for stage, owner in enumerate(owners) if owner in behind]
-    why = (
-        "no rank has copies of one step of all stages: neighbours were lost together"
-        if copy_every
-        else "nobody keeps copies, since copy_every is 0"
-    )
-    return (
-        f"stages {stages} were lost with the weights of step {newest}: rank"
-        f"{'s' if len(behind) > 1 else ''} {', '.join(map(str, behind))} of the present group "
-        f"stands at step {min(steps)}, and {why}. Make the trainer anew and train from the "
-        "beginning"
-    )

@@ -52,7 +52,7 @@ torch_schedules._wait_batch_p2p = _wait  # noqa: SLF001 - it looks the name up a
 
 
 class Stage(PipelineStage):
-    """A stage that tells what it does, and whose random numbers do not depend on the schedule."""
+    """A stage that tells what it does, and leaves no trace of torch's trials."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch goes forward."""
         passage, stage = self._passage, self.stage_index
-        passage.seed(stage, fwd_chunk_id, self.device)
+        passage.go_forward(fwd_chunk_id, self.device)
         with passage.computes(Kind.FORWARD, stage, fwd_chunk_id), passage.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 

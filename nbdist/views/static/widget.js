@@ -162,6 +162,7 @@ class View {
     this.seen = 0;
     this.lost = "";
     this.ended = "";
+    /** Why a frame cannot be read. */ this.refused = "";
     this.seq = -1;
     this.isLoading = false;
     /** @type {import("./types").Channel | null} */ this.channel = null;
@@ -223,7 +224,8 @@ class View {
       try {
         this.takeFrame(unpackedFrame(buffers[0]));
       } catch (error) {
-        this.status.textContent = `nbdist: ${error}`;
+        this.refused = `nbdist: ${error}`;
+        this.tick();
       }
     }
   }
@@ -298,7 +300,8 @@ class View {
     const { age, isOver } = this;
     const isStale = Boolean(this.lost) || (!isOver && this.seen > 0 && age > STALE_AFTER_S);
     let text = "live";
-    if (this.lost) text = `${this.lost}; these are the last values`;
+    if (this.refused) text = this.refused;
+    else if (this.lost) text = `${this.lost}; these are the last values`;
     else if (!this.seen) text = this.ended || "waiting for the kernel";
     else if (isOver) text = "the run is over";
     else if (isStale) text = `no data for ${Math.round(age)} s${this.ended && `: ${this.ended}`}`;

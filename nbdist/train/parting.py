@@ -1,0 +1,146 @@
+"""From the states of ranks that hold parts of a model, that of a rank that holds another part.
+
+Parameters are told apart by their names in the whole model, and with each goes what the optimizer
+keeps of it. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+_OWN = ("params", "param_names")
+"""What says of a group of parameters which they are; the rest are its settings."""
+
+
+def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Of the parameters in each of the optimizer's groups, in its order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def gathering(module: nn.Module) -> Gathered:
+    """What gathers the state of this part of a model."""
+    buffers = [name for name, _ in module.named_buffers()]
+    rows = rows_of(module)
+    if rows is not None:
+        return GatheredRows(rows, buffers)
+    return Gathered([name for name, _ in module.named_parameters()], buffers)
+
+
+def rows_of(module: nn.Module) -> Mapping[str, slice] | None:
+    """Name -> which rows of the whole parameter a part has; None where it has parameters whole."""
+    rows: Mapping[str, slice] | None = getattr(module, "rows", None)
+    return rows if isinstance(rows, dict) else None
+
+
+class Gathered:
+    """What a part needs of other parts' states; the rest is not kept.
+
+    Args:
+        parameters: names in the part.
+        buffers: likewise.
+    """
+
+    def __init__(self, parameters: Iterable[str], buffers: Iterable[str]) -> None:
+        self._wanted = {"parameters": set(parameters), "buffers": set(buffers)}
+        self._tensors: dict[str, dict[str, Any]] = {"parameters": {}, "buffers": {}}
+        self._moments: dict[str, Any] = {}
+        self._settings: dict[str, dict[str, Any]] = {}
+        self._by_group: list[dict[str, Any]] = []
+        """Settings of each group, where none of its parameters is in the part."""
+        self._rest: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        """Whether a state was added."""
+        return bool(self._rest)
+
+    def add(self, state: dict[str, Any]) -> None:
+        """One more state, as `snapshot.Whole.copy` has it."""
+        for kind, names in self._wanted.items():
+            found = {name: value for name, value in state[kind].items() if name in names}
+            self._tensors[kind] |= found
+        optimizer = state["optimizer"]
+        for names, group in zip(state["groups"], optimizer["param_groups"], strict=True):
+            settings = {key: value for key, value in group.items() if key not in _OWN}
+            for name, number in zip(names, group["params"], strict=True):
+                if name in self._wanted["parameters"]:
+                    self._settings[name] = settings
+                    if number in optimizer["state"]:
+                        self._moments[name] = optimizer["state"][number]
+        if not self._rest:
+            self._rest = {key: state[key] for key in ("counters", "scheduler", "registered")}
+            self._by_group = [
+                {key: value for key, value in group.items() if key not in _OWN}
+                for group in optimizer["param_groups"]
+            ]
+
+    def state(self, groups: Sequence[Sequence[str]], optimizer: dict[str, Any]) -> dict[str, Any]:
+        """That of the part, as `snapshot.load` takes it.
+
+        Args:
+            groups: names in each group of the part's optimizer.
+            optimizer: the optimizer's state, with its own numbers of parameters.
+        """
+        moments: dict[int, Any] = {}
+        param_groups = []
+        for place, (names, group) in enumerate(zip(groups, optimizer["param_groups"], strict=True)):
+            usual = self._by_group[place] if place < len(self._by_group) else {}
+            settings = self._settings.get(names[0], usual) if names else usual
+            param_groups.append({**group, **settings})
+            for name, number in zip(names, group["params"], strict=True):
+                if name in self._moments:
+                    moments[number] = self._moments[name]
+        return {
+            **self._tensors,
+            **self._rest,
+            "optimizer": {"state": moments, "param_groups": param_groups},
+        }
+
+
+class GatheredRows(Gathered):
+    """The same where a part is some rows of each parameter; states come in the order of rows.
+
+    Args:
+        rows: name -> which of the whole parameter.
+        buffers: names.
+    """
+
+    def __init__(self, rows: Mapping[str, slice], buffers: Iterable[str]) -> None:
+        super().__init__(rows, buffers)
+        self._rows = rows
+
+    def add(self, state: dict[str, Any]) -> None:
+        """One more state: of other rows of each parameter, which come after those before."""
+        parameters, optimizer = state["parameters"], state["optimizer"]
+        crops = {
+            name: slice(max(0, rows.start - start), max(0, rows.stop - start))
+            for name, rows in self._rows.items()
+            for start in [state["starts"][name]]
+        }
+        had = self._tensors["parameters"]
+        moments = dict(optimizer["state"])
+        for names, group in zip(state["groups"], optimizer["param_groups"], strict=True):
+            for name, number in zip(names, group["params"], strict=True):
+                if name in crops and number in moments:
+                    shape, before = parameters[name].shape, self._moments.get(name, {})
+                    moments[number] = {
+                        key: _joined(before.get(key), value[crops[name]])
+                        if isinstance(value, Tensor) and value.dim() and value.shape == shape
+                        else value
+                        for key, value in moments[number].items()
+                    }
+        joined = {n: _joined(had.get(n), parameters[n][crop]) for n, crop in crops.items()}
+        super().add({**state, "parameters": joined, "optimizer": {**optimizer, "state": moments}})
+
+
+def _joined(before: Tensor | None, rows: Tensor) -> Tensor:
+    return rows.clone() if before is None else torch.cat([before, rows])

@@ -1,0 +1,196 @@
+"""A pipeline whose group has another size is cut anew, and trains on from what is known of all."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from nbdist.errors import RecoveryFailed
+from nbdist.train import GPT, GPTConfig, Pipeline, Trainer, next_token_loss
+
+FEATURES, CLASSES, WIDTH = 12, 5, 24
+GROUP_TIMEOUT = timedelta(seconds=20)
+
+
+def build():
+    """Six blocks, one of which keeps statistics, and four of which draw random numbers."""
+    layers = [nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU())]
+    layers += [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+def numbers():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(96, FEATURES, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, CLASSES, (96,), generator=generator))
+
+
+def text():
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 256, (96, 17), generator=generator)
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def make(strategy, **changes):
+    usual = {
+        "model": build,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30),
+        "loss": functional.cross_entropy,
+        "data": numbers(),
+        "global_batch": 48,
+        "clip_norm": 0.5,
+    }
+    return Trainer(strategy=strategy, **usual | changes)
+
+
+def gpt(strategy):
+    config = GPTConfig(num_layers=3, num_heads=2, width=32, context=16, tied=True)
+    return make(strategy, model=lambda: GPT(config), data=text(), loss=next_token_loss)
+
+
+class Rank:
+    """A process that is in one group after the other."""
+
+    def __init__(self, number, folder, make_trainer):
+        self.number, self.folder, self._make = number, folder, make_trainer
+        self.trainer = None
+
+    def form(self, place, members):
+        """Leave the present group, and be in this one; whether this process is in it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.number in members and len(members) > 1:
+            dist.init_process_group(
+                "gloo",
+                f"file://{self.folder}/group-{place}",
+                rank=members.index(self.number),
+                world_size=len(members),
+                timeout=GROUP_TIMEOUT,
+            )
+        return self.number in members
+
+    def train(self, until):
+        """Until so many steps are committed; a newcomer makes its trainer first."""
+        self.trainer = self.trainer or self._make()
+        self.trainer.fit(until - self.trainer.step)
+
+    def outcome(self):
+        """Step -> loss as it was trained last, and how many steps were trained more than once."""
+        if self.trainer is None:
+            return {}, 0
+        history = self.trainer.history
+        losses = dict(zip(history["step"].tolist(), history["loss"].tolist(), strict=True))
+        return losses, len(history["step"]) - len(losses)
+
+
+@pytest.fixture
+def follow(together, tmp_path):
+    """`follow(script, make)`: what becomes of each process; script: members, and until when."""
+
+    def play(script, make_trainer):
+        def body(number):
+            rank = Rank(number, tmp_path, make_trainer)
+            for place, (members, until) in enumerate(script):
+                if rank.form(place, members):
+                    rank.train(until)
+            return rank.outcome()
+
+        return together(max(max(m) for m, _ in script) + 1, body, has_group=False)
+
+    return play
+
+
+CASES = {
+    "a stage is lost": ("1f1b", 1, [((0, 1, 2, 3), 8), ((0, 1, 3), 14)], 2),
+    "the first is lost": ("1f1b", 1, [((0, 1, 2), 8), ((1, 2), 14)], 2),
+    "the last is lost": ("gpipe", 1, [((0, 1, 2), 8), ((0, 1), 14)], 2),
+    "one is left": ("1f1b", 1, [((0, 1), 8), ((1,), 14)], 2),
+    "some join": ("1f1b", 1, [((0, 1), 8), ((0, 1, 2), 14)], 0),
+    "one is not alone any more": ("1f1b", 1, [((0,), 8), ((0, 1), 14)], 0),
+    "two on each": ("interleaved", 2, [((0, 1, 2), 8), ((0, 2), 14)], 2),
+    "a V": ("zbv", 2, [((0, 1, 2), 8), ((0, 1), 14)], 2),
+    "back again": ("1f1b", 1, [((0, 1, 2), 8), ((0, 1), 12), ((0, 1, 2), 18)], 2),
+    "nobody has trained": ("1f1b", 1, [((0, 1, 2), 0), ((0, 1), 8)], 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_is_cut_anew_for_those_that_are_there(follow, together, case):
+    """The curve is that of a group that stayed as it was, bit for bit; copies of every third step
+    say what is trained again."""
+    schedule, per_rank, script, num_again = CASES[case]
+    num_steps, num_ranks = script[-1][1], len(script[0][0])
+
+    def trainer():
+        num = dist.get_world_size() if dist.is_initialized() else 1
+        return make(Pipeline(per_rank * num, schedule, 8, copy_every=3))
+
+    def undisturbed(_):
+        one = trainer()
+        return one.fit(num_steps)["loss"].tolist()
+
+    expected = together(num_ranks, undisturbed)[0]
+    outcomes = follow(script, trainer)
+    for number in script[-1][0]:
+        losses, again = outcomes[number]
+        assert losses == {step: expected[step] for step in losses}
+        assert set(losses) >= set(range(script[-2][1], num_steps))
+        if all(number in members for members, _ in script):
+            assert len(losses) == num_steps
+            assert again == num_again
+
+
+def test_a_weight_at_both_ends_stays_one(follow, together):
+    """It moves with the ends, and with what the optimizer keeps of it."""
+
+    def undisturbed(_):
+        return gpt(Pipeline(3, "1f1b", 8, copy_every=3)).fit(12)["loss"].tolist()
+
+    expected = together(3, undisturbed)[0]
+    script = [((0, 1, 2), 7), ((0, 2), 12)]
+    outcomes = follow(script, lambda: gpt(Pipeline(3, "1f1b", 8, copy_every=3)))
+    assert outcomes[0][0] == outcomes[2][0] == dict(enumerate(expected))
+
+
+OWN = {rank: [f"{rank}{kind}{i}" for kind in "FB" for i in range(3)] for rank in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("script", "strategy", "words"),
+    [
+        (
+            [((0, 1, 2, 3), 4), ((0, 1), 8)],
+            lambda: Pipeline(4, "1f1b", 8, copy_every=3),
+            r"stages \[2, 3\] were lost with the weights of step 4: ranks 2, 3 of 4 had them",
+        ),
+        (
+            [((0, 1, 2), 4), ((0, 2), 8)],
+            lambda: Pipeline(3, "1f1b", 8, copy_every=0),
+            r"stages \[1\] were lost .* nobody keeps copies, since copy_every is 0",
+        ),
+        (
+            [((0, 1, 2), 4), ((0, 2), 8)],
+            lambda: Pipeline(3, OWN, 3, copy_every=3),
+            "cannot be cut anew for the 2 ranks .* schedule",
+        ),
+    ],
+)
+def test_what_cannot_go_on_says_why(together, tmp_path, script, strategy, words):
+    """On every rank that is left, at once, and nobody trains with other weights."""
+
+    def body(number):
+        rank = Rank(number, tmp_path, lambda: make(strategy()))
+        (first, until), (second, more) = script
+        assert rank.form(0, first)
+        rank.train(until)
+        if rank.form(1, second):
+            with pytest.raises(RecoveryFailed, match=words):
+                rank.train(more)
+        return True
+
+    assert all(together(len(script[0][0]), body, has_group=False))

@@ -1,0 +1,73 @@
+"""From the states of ranks that hold parts of a model to that of a rank with another part."""
+
+import pytest
+import torch
+from torch import nn
+
+from nbdist.train.parting import Gathered, names_by_group
+
+
+def build(names):
+    """A part of a model of five parameters; values follow from the names."""
+    part = nn.ParameterDict({n: nn.Parameter(torch.full((2,), float(ord(n)))) for n in names})
+    part.register_buffer("seen", torch.tensor(float(len(names))))
+    return part
+
+
+def optimizer_of(part, lr=0.1):
+    """Two groups: vowels have no weight decay."""
+    named = list(part.named_parameters())
+    vowels = [p for n, p in named if n in "ae"]
+    others = [p for n, p in named if n not in "ae"]
+    groups = [{"params": others, "weight_decay": 0.5}, {"params": vowels, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def trained(names, lr):
+    """The state of a rank that has made a step."""
+    part = build(names)
+    optimizer = optimizer_of(part, lr)
+    for name, parameter in part.named_parameters():
+        parameter.grad = torch.full((2,), float(ord(name)))
+    optimizer.step()
+    return {
+        "parameters": dict(part.named_parameters()),
+        "buffers": dict(part.named_buffers()),
+        "optimizer": optimizer.state_dict(),
+        "groups": names_by_group(part, optimizer),
+        "counters": {"step": 1},
+        "scheduler": None,
+        "registered": {},
+    }
+
+
+@pytest.mark.parametrize("names", ["bcd", "a", "e", "abcde", "bd"])
+def test_a_part_has_what_the_whole_has(names):
+    """Values, what the optimizer keeps of each, and the settings of each group, by name."""
+    gathered = Gathered(names, ["seen"])
+    assert not gathered
+    for state in (trained("ab", lr=0.3), trained("cd", lr=0.3), trained("e", lr=0.3)):
+        gathered.add(state)
+    assert gathered
+    part = build(names)
+    optimizer = optimizer_of(part)
+    groups = names_by_group(part, optimizer)
+    state = gathered.state(groups, optimizer.state_dict())
+    whole = trained("abcde", lr=0.3)
+    assert state["counters"] == {"step": 1}
+    assert set(state["parameters"]) == set(names)
+    for name in names:
+        assert torch.equal(state["parameters"][name], whole["parameters"][name])
+    optimizer.load_state_dict(state["optimizer"])
+    of_whole = {n: whole["optimizer"]["state"][i] for n, i in numbers(whole)}
+    for name, parameter in part.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], of_whole[name]["exp_avg"])
+    assert [g["lr"] for g in optimizer.param_groups] == [0.3, 0.3]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0.0]
+    assert names_by_group(part, optimizer) == groups
+
+
+def numbers(state):
+    """Pairs of a parameter's name and its number in the optimizer."""
+    for names, group in zip(state["groups"], state["optimizer"]["param_groups"], strict=True):
+        yield from zip(names, group["params"], strict=True)
