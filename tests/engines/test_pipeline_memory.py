@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from nbdist.train import DataParallel, Pipeline, Trainer
 
-WIDTH, BLOCKS = 1024, 24
+WIDTH, BLOCKS = 512, 144
 NEED_BYTES = 4 * 4 * BLOCKS * (WIDTH + 1) * WIDTH
 '''Parameters, gradients, and two moments of Adam's.'''
 

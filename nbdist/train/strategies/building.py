@@ -9,6 +9,7 @@ Runs in the engine's main thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -19,25 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
-
-M_MMAP_THRESHOLD = -3
-"""Glibc's number for it, in malloc.h."""
-MAPPED_BYTES = 1 << 20
-"""Pieces of memory from this size on go back to the system when they are let go."""
-
-
-def give_memory_back() -> None:
-    """Have large pieces of memory go back to the system as soon as they are let go.
-
-    Glibc keeps them, up to 32 MiB each, for the next; torch asks for memory that begins at
-    multiples of 64, and such a piece often does not fit where one as large was before. A model that
-    was made with one layer there at a time has been seen to keep the memory of all.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # none but glibc has it
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""As malloc.h has them."""
+_SPARED_FROM_BYTES = 128 << 10
+_KEPT_UP_TO_BYTES = 32 << 20
+"""glibc's own most."""
 
 
 def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, Outline] | None:
@@ -70,14 +59,29 @@ def build(make: Callable[[], nn.Module], made: Outline, wanted: Iterable[Tensor]
     Raises:
         ValueError: a wanted tensor is computed from one that is not.
     """
-    give_memory_back()
     keep = {place for tensor in wanted if (place := made.place(tensor)) is not None}
-    with _Sparing(made.lasting - keep, keep):
+    with _given_back(), _Sparing(made.lasting - keep, keep):
         return make()
 
 
-_WRITTEN_DOWN = torch.ops.aten.lift_fresh.default
-"""What `torch.tensor(…)` does for real, and not without memory: its places would be others."""
+@contextlib.contextmanager
+def _given_back() -> Iterator[None]:
+    """Within, what is freed goes back to the system at once.
+
+    glibc keeps blocks of this size for the next ones, in which torch's, being aligned, do not fit:
+    so they would add up to the whole model. Afterwards it keeps them up to the size to which it
+    would have come by itself.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _SPARED_FROM_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_UP_TO_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_UP_TO_BYTES)
 
 
 class _Watched(TorchDispatchMode):

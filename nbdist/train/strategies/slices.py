@@ -183,7 +183,6 @@ def _cut(
     """
     from nbdist.train.strategies.torch_fsdp import Fsdp  # noqa: PLC0415 - it takes a second
 
-    building.give_memory_back()
     model = part([])
     device, whole = next(model.parameters()).device, _without_memory(model)
     del model
