@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
+_WRITTEN_DOWN = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor(…)` does for real, and not without memory: its places would be others."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """As malloc.h has them."""
 _SPARED_FROM_BYTES = 128 << 10
