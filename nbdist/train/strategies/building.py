@@ -74,16 +74,19 @@ def _given_back() -> Iterator[None]:
     so they would add up to the whole model. Afterwards it keeps them up to the size to which it
     would have come by itself.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        yield
-        return
-    mallopt(_M_MMAP_THRESHOLD, _SPARED_FROM_BYTES)
+    keep_freed(_SPARED_FROM_BYTES)
     try:
         yield
     finally:
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_UP_TO_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_UP_TO_BYTES)
+        keep_freed(_KEPT_UP_TO_BYTES)
+
+
+def keep_freed(up_to_bytes: int) -> None:
+    """Blocks of memory that are larger go back to the system when they are freed."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # it is glibc
+        mallopt(_M_MMAP_THRESHOLD, up_to_bytes)
+        mallopt(_M_TRIM_THRESHOLD, 2 * up_to_bytes)
 
 
 class _Watched(TorchDispatchMode):

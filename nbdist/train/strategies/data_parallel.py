@@ -65,7 +65,8 @@ class DataParallel:
 
     is_replicated: ClassVar[bool] = True
     relief: ClassVar[str] = (
-        "Every rank holds the whole model: strategy=Pipeline(stages) has each hold a part of it. "
+        "Every rank holds the whole model: strategy=Pipeline(stages) has each hold a part of it, "
+        "strategy=Sharded() some rows of each parameter. "
         "Where it is the batch that is too large, accumulate=n goes through it in n parts"
     )
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from nbdist.train.strategies.torch_fsdp import Fsdp
 
 
+_KEPT_UP_TO_BYTES = 1 << 20
+"""Blocks come and go in each pass: kept for the next, their memory would add up (`building`)."""
+
+
 class Portion(NamedTuple):
     """Which rows a rank has, of how many ranks."""
 
@@ -197,6 +201,7 @@ def _cut(
                 _put(whole, parameters[name], made[name])
                 del made[name]
             fsdp.cut(bundle.module)
+    building.keep_freed(_KEPT_UP_TO_BYTES)
     return Slices(whole, portion, fsdp)
 
 
