@@ -24,7 +24,7 @@ def make(**more):
     usual = dict(model=bench_model, data=data(), loss=functional.cross_entropy, global_batch=47)
     usual |= dict(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), clip_norm=1.0)
     usual |= dict(evaluate=Evaluate(data(), every=25))
-    return Trainer(**(usual | dict(strategy=Sharded(copy_every=5)) | more))
+    return Trainer(**(usual | dict(strategy=Sharded(["2", "4", "6"], copy_every=5)) | more))
 
 trainer = make()
 """
@@ -98,9 +98,26 @@ def test_without_copies_lost_rows_end_the_run(cluster, until):
     """It never hangs and never trains on with other weights: the sentence says what was lost."""
     engines = cluster(2)
     engines.run(CELL)
-    engines.run("trainer = make(strategy=Sharded(copy_every=0))")
+    engines.run("trainer = make(strategy=Sharded(["2"], copy_every=0))")
     run = engines.train("trainer", steps=1_000_000)
     until(lambda: passed(run, 5), 40, "the run goes on")
     engines.kill(1)
     with pytest.raises(nbdist.RecoveryFailed, match="the rows of rank 1 of 2 were lost"):
         run.wait(60)
+
+
+@pytest.mark.timeout(180)
+def test_a_seat_that_stays_empty_has_the_rows_cut_anew(cluster, until):
+    """Three ranks, one lost: two train on, from copies; with a third again they are three."""
+    engines = cluster(3, policy="shrink")
+    engines.run(CELL)
+    run = engines.train("trainer", steps=1_000_000)
+    until(lambda: passed(run, 12), 40, "the run goes on")
+    engines.kill(1)
+    until(lambda: set(run.history["world_size"][-3:]) == {2}, 60, "two ranks train on")
+    engines.scale(3)
+    until(lambda: set(run.history["world_size"][-3:]) == {3}, 60, "three ranks train on")
+    run.stop()
+    training.check_steps(run)
+    losses = training.undisturbed(engines, len(run.history["step"]))
+    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)

@@ -14,8 +14,18 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from nbdist.data import ByteText, pydoc_text
 from nbdist.errors import OutOfMemory, RecoveryFailed, WrongState
-from nbdist.train import DataParallel, Evaluate, Sharded, Trainer, estimate, next_token_loss
+from nbdist.train import (
+    GPT,
+    DataParallel,
+    Evaluate,
+    GPTConfig,
+    Sharded,
+    Trainer,
+    estimate,
+    next_token_loss,
+)
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies.slices import Portion
 
@@ -134,6 +144,28 @@ def test_the_byte_model_learns_as_in_one_process(together, tied):
     for parameters, _, losses in together(3, lambda _: body(Sharded())):
         assert losses == pytest.approx(expected, rel=1e-3)
         assert set(parameters) == set(whole)
+
+
+@pytest.mark.slow
+def test_sixty_steps_of_the_byte_model(together):
+    """The loss is within 1e-3 of that of one process after 60 steps, on real text."""
+
+    def body(strategy):
+        data = ByteText(pydoc_text(), 128)
+        trainer = make(
+            strategy,
+            model=lambda: GPT(GPTConfig(num_layers=2, width=64)),
+            data=data,
+            loss=next_token_loss,
+            global_batch=8,
+            clip_norm=1.0,
+        )
+        return trainer.fit(60)["loss"].tolist()
+
+    ((*_, expected),) = together(1, lambda _: body(DataParallel()))
+    assert expected < 4.0
+    for *_, last in together(3, lambda _: body(Sharded())):
+        assert last == pytest.approx(expected, abs=1e-3)
 
 
 def test_short_batches_and_evaluations(together):
