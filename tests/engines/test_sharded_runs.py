@@ -98,7 +98,7 @@ def test_without_copies_lost_rows_end_the_run(cluster, until):
     """It never hangs and never trains on with other weights: the sentence says what was lost."""
     engines = cluster(2)
     engines.run(CELL)
-    engines.run("trainer = make(strategy=Sharded(["2"], copy_every=0))")
+    engines.run("trainer = make(strategy=Sharded(['2'], copy_every=0))")
     run = engines.train("trainer", steps=1_000_000)
     until(lambda: passed(run, 5), 40, "the run goes on")
     engines.kill(1)
