@@ -126,15 +126,23 @@ def test_sends_and_receives_that_end():
     works.wait([ended()], lambda: False)
 
 
+def give_up_until(is_free, works):
+    """Now and then, since nobody can tell when another thread begins to wait."""
+    while not is_free.wait(0.001):
+        works.give_up()
+
+
 def test_sends_and_receives_that_never_end():
     """A cut before or while somebody waits frees who waits; the next wait is as the first."""
     works, stuck = Works(), Sent()
     with pytest.raises(RuntimeError, match="cut"):
         works.wait([stuck], lambda: True)
-    cut = threading.Timer(0.001, works.give_up)
+    is_free = threading.Event()
+    cut = threading.Thread(target=lambda: give_up_until(is_free, works))
     cut.start()
     with pytest.raises(RuntimeError, match="cut"):
         works.wait([stuck], lambda: False)
+    is_free.set()
     cut.join()
     assert len(works.take_stuck(0.001)) == 2
     works.wait([ended()], lambda: False)
