@@ -7,10 +7,12 @@ the border where they enter (`session.cells` for engines, `session.link` for the
 
 from __future__ import annotations
 
+from opcode import opmap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from types import TracebackType
 
 __all__ = [
     "CellFailed",
@@ -213,6 +215,48 @@ def guess_cause(signal: str | None) -> str:
     }.get(signal or "", "")
 
 
+def is_raised_by_us(traceback: TracebackType) -> bool:
+    """Whether code of ours has raised an error itself: not what it calls, and not by a mistake."""
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    code, place = traceback.tb_frame.f_code, traceback.tb_lasti
+    return _is_of(_OURS, traceback) and code.co_code[place] == opmap["RAISE_VARARGS"]
+
+
+def leave_out_ours(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without our lines, where it begins now; its links are changed.
+
+    The line that has called us says more than ours; what we call is the user's. IPython's lines
+    between a magic's and ours go with ours, but for the first of all, with which it runs cells.
+    """
+    lines: list[TracebackType] = []
+    while traceback is not None:
+        lines.append(traceback)
+        traceback = traceback.tb_next
+    kept: list[TracebackType] = []
+    is_before_ours = False
+    for place, line in reversed(list(enumerate(lines))):
+        is_ours = _is_of(_OURS, line)
+        is_between = is_before_ours and place > 0 and _is_of(_IPYTHONS, line)
+        if not is_ours and not is_between:
+            kept.append(line)
+        is_before_ours = is_ours or is_between
+    following: TracebackType | None = None
+    for line in kept:
+        line.tb_next, following = following, line
+    return following
+
+
+_OURS, _IPYTHONS = "nbdist", "IPython"
+"""Packages whose lines are no news to the user."""
+
+
+def _is_of(package: str, line: TracebackType) -> bool:
+    """By the module: code that was generated there has no file."""
+    name = str(line.tb_frame.f_globals.get("__name__"))
+    return name == package or name.startswith(f"{package}.")
+
+
 def named_error(kind: str, message: str) -> NbdistError:
     """An error of the class called `kind`, with `message`.
 
@@ -226,16 +270,24 @@ def named_error(kind: str, message: str) -> NbdistError:
     return NbdistError(f"{kind}: {message}")
 
 
-def _rendered(headline: str, errors: Mapping[int, NbdistError], notes: Sequence[str]) -> list[str]:
+def headline(errors: Mapping[int, NbdistError]) -> str:
+    """What ranks raised in one line: the first error, and all ranks that have raised one."""
+    return f"{next(iter(errors.values())).args[0]} ({_ranks(list(errors))})"
+
+
+def _rendered(
+    first_line: str, errors: Mapping[int, NbdistError], notes: Sequence[str]
+) -> list[str]:
     """The lines of an error of several ranks."""
     folded: dict[tuple[str, ...], list[int]] = {}
     for rank, error in errors.items():
         lines = error.traceback if isinstance(error, RankError) else []
         lines = lines or [str(error)]  # an interrupted rank has none
         folded.setdefault(tuple(lines), []).append(rank)
-    out = [headline]
+    out = [first_line]
     for traceback, ranks in folded.items():
-        out += ["", f"On {_ranks(ranks)}:", *traceback]
+        is_said = len(folded) == len(traceback) == 1 and traceback[0] in first_line
+        out += [] if is_said else ["", f"On {_ranks(ranks)}:", *traceback]
     return [*out, *([""] if notes else []), *notes]
 
 

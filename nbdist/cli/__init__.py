@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("nbdist does not run on Windows; use Linux, for instance under WSL 2")
         return _REFUSED
     # These load psutil and zmq; a mere import of this package need not.
+    from nbdist.cli.table import printable
     from nbdist.errors import NbdistError
 
     parser = build_parser()
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.filename:
             said = f"{error.strerror}: {error.filename}"
+        said = "\n".join(map(printable, said.split("\n")))  # it may quote what a file holds
         print(f"nbdist {options.command}: {said}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.cli.table import columns, milliseconds
+from nbdist.cli.table import columns, milliseconds, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ def incident_table(incidents: Iterable[Incident]) -> str:
     """A line for each, in their order; below, what newcomers could not be given."""
     incidents = list(incidents)
     lacking = [
-        f"not restored: {name} ({why})"
+        printable(f"not restored: {name} ({why})")
         for incident in incidents
         for name, why in sorted(incident.not_restored.items())
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.cli.incidents import incident_table
+from nbdist.cli.table import printable
 from nbdist.errors import FileUnwritable
 
 if TYPE_CHECKING:
@@ -32,15 +33,17 @@ def run(options: Namespace) -> int:
     replay = read(options.record)
     if options.report is not None and options.report.resolve() == options.record.resolve():
         raise FileUnwritable(f"{options.report} is the record itself; name another file")
-    print(f"{replay.header.title}, begun {replay.header.started}")
+    # Whoever wrote the record has not to be trusted with the terminal.
+    print(printable(f"{replay.header.title}, begun {replay.header.started}"))
     for line in lines(replay):
-        print(line)
+        print(printable(line))
     if replay.ended is not None:
-        print(f"{replay.ended.at - replay.header.at:7.0f} s  ended: {replay.ended.how}")
+        how = printable(replay.ended.how)
+        print(f"{replay.ended.at - replay.header.at:7.0f} s  ended: {how}")
     if replay.incidents:
         print(f"\n{incident_table(replay.incidents)}")
     for note in replay.notes:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     if options.report is not None:
         from nbdist.views.report import write_report  # loads a plotting library
 

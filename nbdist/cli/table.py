@@ -13,7 +13,7 @@ _NO_VALUE = ("–", "")
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, indent: str = "") -> str:
     """A table: each column as wide as its widest cell, columns of numbers to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     numeric = [
         any(_is_number(row[index]) for row in cells)
@@ -28,6 +28,17 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, indent: 
         ]
         lines.append(indent + "  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """Text of anybody's for one line of a terminal: what would steer it is written as Python does.
+
+    Line ends and what turns the direction of writing too.
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def _is_number(cell: str) -> bool:

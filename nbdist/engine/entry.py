@@ -187,7 +187,7 @@ class Engine:
     def pull(self, name: str, *, as_numpy: bool) -> bytes:
         """A packed value; raises NameError where the name is not bound here."""
         if name not in self._shell.user_ns:
-            raise NameError(f"name {name!r} is not defined on slot {self._slot}")
+            raise NameError(f"name {name!r} is not defined")
         value = to_cpu(self._shell.user_ns[name])
         if as_numpy and isinstance(value, torch.Tensor):
             value = value.numpy()
@@ -201,7 +201,7 @@ class Engine:
             TypeError: it has no parameters.
         """
         if name not in self._shell.user_ns:
-            raise NameError(f"name {name!r} is not defined on slot {self._slot}")
+            raise NameError(f"name {name!r} is not defined")
         value = self._shell.user_ns[name]
         if is_trainer(value):
             return value.parameter_digest()

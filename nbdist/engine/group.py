@@ -89,6 +89,7 @@ class Groups:
         if address != self._store_at:
             self._store = dist.TCPStore(*address, None, False, FORM_TIMEOUT, wait_for_workers=False)
             self._store_at = address
+        WORKS.begin()
         self.generation, self.is_cuttable, self._refs = membership.generation, True, []
         self.pids = tuple(member.pid for member in membership.members)
         self.others_come = order.others_come

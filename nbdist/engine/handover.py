@@ -142,11 +142,7 @@ class Giving:
 
     def _transfer(self, begin: Callable[[], Any]) -> None:
         """Send or receive."""
-        groups = self._groups
-        WORKS.call(
-            lambda: begin().wait(TRANSFER_LIMIT),
-            is_cut=lambda: groups.cut_generation == groups.generation,
-        )
+        WORKS.call(lambda: begin().wait(TRANSFER_LIMIT))
 
     def _broke_off(self, error: RuntimeError) -> None:
         """The other side died, most likely; the group is of no use any more."""

@@ -18,8 +18,7 @@ from ipyparallel.engine.kernel import IPythonParallelKernel
 
 from nbdist.engine.group import Groups, is_communication_error
 from nbdist.engine.namespace import to_cpu
-from nbdist.engine.port import OURS
-from nbdist.errors import GroupGone, NbdistError, RunEnded, WrongState
+from nbdist.errors import GroupGone, NbdistError, RunEnded, WrongState, leave_out_ours
 from nbdist.protocol import events as ev
 from nbdist.protocol import values
 from nbdist.protocol.calls import METADATA
@@ -162,7 +161,7 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         else:
             if isinstance(error, RecursionError):
                 _shorten(traceback)
-            _leave_out_ours(traceback)
+            leave_out_ours(traceback)
             shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
 
     def _explain(self, reply: dict[str, Any], error: BaseException) -> None:
@@ -179,16 +178,6 @@ def _error_of(result: Any) -> BaseException | None:
         return None
     error: BaseException | None = result.error_before_exec or result.error_in_exec
     return error
-
-
-def _leave_out_ours(traceback: TracebackType | None) -> None:
-    """Where a cell has called us, its own line says more than ours; what we call is the user's."""
-    while traceback is not None:
-        following = traceback.tb_next
-        while following is not None and following.tb_frame.f_code.co_filename.startswith(OURS):
-            following = following.tb_next
-        traceback.tb_next = following
-        traceback = following
 
 
 def _shorten(traceback: TracebackType | None) -> None:

@@ -151,8 +151,12 @@ class Port:
 
     @property
     def slow_factor(self) -> float:
-        """The user has made this engine so many times as slow."""
-        return self._ground.slow_factor
+        """The user has made this engine so many times as slow; in a group that is cut, it is not.
+
+        Nobody waits for its share there, but for it to leave the group.
+        """
+        groups = self._ground.groups
+        return 1.0 if groups.cut_generation == groups.generation else self._ground.slow_factor
 
     # ---- what the loop calls
 

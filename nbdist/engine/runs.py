@@ -35,12 +35,6 @@ def present() -> Runs | None:
     return _present
 
 
-def is_cut() -> bool:
-    """Whether the present group of this engine is cut; False where this is no engine."""
-    groups = _present.groups if _present is not None else None
-    return groups is not None and groups.cut_generation == groups.generation
-
-
 class Runs:
     """The run of this engine, if there is one.
 

@@ -58,37 +58,54 @@ class Works:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._is_cut = False
         self._open: dict[int, tuple[_Promise, Any]] = {}
         self._given_up: list[Any] = []
         self._errands: queue.SimpleQueue[_Errand] | None = None
         """Of the thread that waits in place of the main thread."""
         self._calls: dict[int, concurrent.futures.Future[None]] = {}
 
+    def begin(self) -> None:
+        """A group is about to be formed: what follows is in that one."""
+        with self._lock:
+            self._is_cut = False
+
     def follow(self, work: Any) -> _Promise:
-        """What a collective will give; an error as soon as its group is cut."""
+        """What a collective will give; an error as soon as its group is cut.
+
+        It may have been cut since the collective began, a moment ago.
+        """
         promise: _Promise = Future()
         with self._lock:
-            self._open[id(promise)] = promise, work
-        work.get_future().add_done_callback(lambda future: self._settle(promise, future))
+            is_cut = self._is_cut
+            if is_cut:
+                self._given_up.append(work)
+            else:
+                self._open[id(promise)] = promise, work
+        if is_cut:
+            _break(promise, dist.DistNetworkError(_CUT))
+        else:
+            work.get_future().add_done_callback(lambda future: self._settle(promise, future))
         return promise
 
-    def wait(self, works: Sequence[Any], is_cut: Callable[[], bool]) -> None:
+    def wait(self, works: Sequence[Any]) -> None:
         """Wait for sends and receives, of whose end torch tells nobody but who waits for it.
 
-        Args:
-            works: all of them.
-            is_cut: whether the group is cut already.
-
         Raises:
-            DistNetworkError: the group was cut. Or what a wait raises.
+            DistNetworkError: the group was cut, before perhaps. Or what a wait raises.
         """
         promise, waited = _Promise(), _Waited(works)
         with self._lock:
-            self._open[id(promise)] = promise, waited
-            errands = self._errands = self._errands or _begin_waiting(self._settle_wait)
-        errands.put((promise, waited))
-        if is_cut():
-            self.give_up()
+            is_cut = self._is_cut
+            errands = self._errands or _begin_waiting(self._settle_wait)
+            errands.put((promise, waited))
+            if is_cut:
+                errands.put(None)
+                self._given_up.append(waited)
+            else:
+                self._open[id(promise)], self._errands = (promise, waited), errands
+        if is_cut:
+            _break(promise, dist.DistNetworkError(_CUT))
         promise.wait()
 
     def _settle_wait(self, promise: _Promise, error: Exception | None) -> None:
@@ -100,17 +117,13 @@ class Works:
         else:
             _break(promise, error)
 
-    def call(self, function: Callable[[], object], is_cut: Callable[[], bool]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Wait for a call that waits natively: torch tells of no send or receive when it is done.
 
         The thread that it runs in is left behind where the call never ends.
 
-        Args:
-            function: what is called.
-            is_cut: whether the group is cut already.
-
         Raises:
-            DistNetworkError: the group was cut. Or what the call raises.
+            DistNetworkError: the group was cut, before perhaps. Or what the call raises.
         """
         promise: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -123,11 +136,10 @@ class Works:
                 self._end_call(promise, None)
 
         with self._lock:
+            if self._is_cut:
+                raise dist.DistNetworkError(_CUT)
             self._calls[id(promise)] = promise
-        if is_cut():
-            self._end_call(promise, dist.DistNetworkError(_CUT))
-        else:
-            threading.Thread(target=run, name="nbdist-transfer", daemon=True).start()
+        threading.Thread(target=run, name="nbdist-transfer", daemon=True).start()
         promise.result()
 
     def _end_call(self, promise: concurrent.futures.Future[None], error: Exception | None) -> None:
@@ -141,14 +153,16 @@ class Works:
 
     def give_up(self) -> None:
         """The group is cut: nothing more is waited for."""
-        for call in list(self._calls.values()):
-            self._end_call(call, dist.DistNetworkError(_CUT))
         with self._lock:
+            self._is_cut = True
+            calls = list(self._calls.values())
             given_up, self._open = list(self._open.values()), {}
             if self._errands is not None:  # it may never come back from where it waits
                 self._errands.put(None)
                 self._errands = None
             self._given_up += [work for _, work in given_up]
+        for call in calls:
+            self._end_call(call, dist.DistNetworkError(_CUT))
         for promise, _ in given_up:
             _break(promise, dist.DistNetworkError(_CUT))
 

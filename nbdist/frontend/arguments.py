@@ -106,18 +106,18 @@ def as_count(raw: str) -> int:
 
 def as_seconds(raw: str) -> float:
     """A number of seconds above 0."""
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", as_text(raw)) or float(as_text(raw)) <= 0:
+    if not (number := _number(as_text(raw))) > 0:
         message = f"{raw} is not a number of seconds above 0"
         raise ArgumentTypeError(message)
-    return float(as_text(raw))
+    return number
 
 
 def as_factor(raw: str) -> float:
     """A number of at least 1."""
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", as_text(raw)) or float(as_text(raw)) < 1:
+    if not (number := _number(as_text(raw))) >= 1:
         message = f"{raw} is not a number of at least 1"
         raise ArgumentTypeError(message)
-    return float(as_text(raw))
+    return number
 
 
 def as_devices(raw: str) -> list[int]:
@@ -147,11 +147,16 @@ def as_setting(raw: str) -> tuple[str, float]:
     if name.strip() not in _SETTINGS:
         message = f"{raw} is not one of {', '.join(f'{one}=NUMBER' for one in _SETTINGS)}"
         raise ArgumentTypeError(message)
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number) or number < 0:
+    if not (number := _number(value)) >= 0:
         message = f"{raw}: its value is not a finite number of at least 0"
         raise ArgumentTypeError(message)
     return name.strip(), number
+
+
+def _number(text: str) -> float:
+    """A finite number as Python writes it: `2`, `.5`, `1e9`; nan where it is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan

@@ -18,6 +18,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, magics_class
 
 from nbdist.errors import NbdistError, NotStarted, WrongState
+from nbdist.frontend import tracebacks
 from nbdist.frontend.arguments import (
     as_count,
     as_devices,
@@ -41,6 +42,7 @@ from nbdist.frontend.display import (
 from nbdist.frontend.run_magics import RunMagics
 from nbdist.frontend.targets import name_ranks, parse_targets
 from nbdist.session import start as session
+from nbdist.session.status import crowding
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -61,10 +63,12 @@ def load(shell: InteractiveShell) -> None:
     shell.register_magics(DistMagics, RunMagics)
     if rewrite_rank_cell not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(rewrite_rank_cell)
+    tracebacks.install(shell)
 
 
 def unload(shell: InteractiveShell) -> None:
     """Take away what `load` added."""
+    tracebacks.uninstall(shell)
     if rewrite_rank_cell in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(rewrite_rank_cell)
     for magics in (DistMagics, RunMagics):
@@ -161,7 +165,10 @@ class DistMagics(Magics):
             ranks = name_ranks(range(running.world_size))
             show_line(f"Already running: {ranks}, generation {running.generation}.")
             show_warnings([running.trouble] if running.trouble else [])
-            show_line("Nothing was changed; %dist_shutdown ends it.")
+            wanted = args.num_engines
+            is_other = wanted is not None and wanted != running.world_size
+            scale = f"%dist_scale {wanted} makes it {wanted}, " if is_other else ""
+            show_line(f"Nothing was changed; {scale}%dist_shutdown ends it.")
             return
         try:
             cluster = session.start(
@@ -178,7 +185,10 @@ class DistMagics(Magics):
         except ValueError as error:  # a setting that the session refuses, in words
             raise UsageError(str(error)) from error
         show_seats(cluster.status(), is_verbose=args.verbose)
-        show_warnings(cluster.warnings)
+        # Who starts more engines than there are cores says so here, and what a notebook shows of
+        # its start is the same on every machine. %dist_status tells it, and so does %dist_scale.
+        known = Counter(crowding(cluster.world_size))
+        _show_new_warnings(cluster, known)
 
     @magic(
         "cell",
@@ -282,7 +292,7 @@ class DistMagics(Magics):
         """
         args = read_line(self.dist_kill, line)
         cluster = session.current()
-        ranks = parse_targets(",".join(part.strip(",") for part in args.ranks), cluster.world_size)
+        ranks = _targets(",".join(part.strip(",") for part in args.ranks), cluster)
         cluster.kill(ranks, signal=args.signal)
         show_line(f"Sent {args.signal} to {name_ranks(ranks)}.")
 
@@ -295,10 +305,12 @@ class DistMagics(Magics):
         """Make a rank so many times as slow as it is, to watch a straggler."""
         args = read_line(self.dist_slow, line)
         cluster = session.current()
-        ranks = parse_targets(args.rank, cluster.world_size)
+        ranks = _targets(args.rank, cluster)
+        known = Counter(cluster.warnings)
         cluster.slow(ranks, args.factor)
         pace = "as quick as before" if args.factor == 1 else f"{args.factor:g} times as slow"
         show_line(f"Now {pace}: {name_ranks(ranks)}.")
+        _show_new_warnings(cluster, known)
 
     @magic("line", option("size", type=as_count, metavar="N", help="engines that there shall be"))
     def dist_scale(self, line: str) -> None:
@@ -310,7 +322,7 @@ class DistMagics(Magics):
         show_line(
             f"Running: {name_ranks(range(cluster.world_size))}, generation {cluster.generation}."
         )
-        show_warnings(list((Counter(cluster.warnings) - known).elements()))
+        _show_new_warnings(cluster, known)
 
     @magic("line")
     def dist_shutdown(self, line: str) -> None:
@@ -370,4 +382,15 @@ def _ranks(text: str | None, cluster: session.Cluster) -> tuple[int, ...] | None
     """The ranks of an option; None is all, those that join later too."""
     if text is None or text.strip() == "all":
         return None
+    return _targets(text, cluster)
+
+
+def _targets(text: str, cluster: session.Cluster) -> tuple[int, ...]:
+    """The ranks that are selected; where the world is lost, there is none to be named."""
+    cluster.check_alive()
     return parse_targets(text, cluster.world_size)
+
+
+def _show_new_warnings(cluster: session.Cluster, known: Counter[str]) -> None:
+    """What there is to warn of since."""
+    show_warnings(list((Counter(cluster.warnings) - known).elements()))

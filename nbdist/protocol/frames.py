@@ -260,6 +260,9 @@ class Counters(Part, frozen=True, kw_only=True):
     """Times at which this subscriber was due a frame and had not acknowledged those before."""
 
 
+NO_COUNTERS = Counters(**dict.fromkeys(Counters.__struct_fields__, 0))
+
+
 class Column(Part, frozen=True, kw_only=True, array_like=True):
     """Where a column lies; in JSON a list: `["rows.step", "f8", 0, 12]`."""
 

@@ -14,7 +14,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import CellFailed, CellInterrupted, EngineDied, NbdistError, RankError, RunEnded
+from nbdist.errors import (
+    CellFailed,
+    CellInterrupted,
+    EngineDied,
+    NbdistError,
+    RankError,
+    RunEnded,
+    headline,
+)
 from nbdist.protocol.calls import METADATA
 from nbdist.session.outputs import CellResult, Progress, RankOutput
 
@@ -209,16 +217,16 @@ class CellRun:
                 if self._is_outside(rank):
                     output.state = "lost"
                 return
+            ename = getattr(result, "ename", None) or type(result).__name__
+            evalue = getattr(result, "evalue", None) or ""
+            if ename == RunEnded.__name__:  # what another rank raised, or why it cannot train
+                output.state = "released"
+                self.waiting[rank], self.break_reason = "its training loop", evalue
+                return
             if info is not None and info["released"]:
                 output.state = "released"
                 if not info.get("is_begun", True):
                     self._unbegun.add(rank)
-                return
-            ename = getattr(result, "ename", None) or type(result).__name__
-            evalue = getattr(result, "evalue", None) or ""
-            if ename == RunEnded.__name__:  # a consequence of what another rank raised
-                output.state = "released"
-                self.waiting[rank], self.break_reason = "its training loop", evalue
                 return
             traceback = getattr(result, "traceback", None) or []
             lines = traceback.splitlines() if isinstance(traceback, str) else traceback
@@ -377,13 +385,7 @@ class CellRun:
     def _headline(self) -> str:
         if not self.errors:
             return self.break_reason or "the group was broken"
-        first = next(iter(self.errors.values()))
-        ranks = ", ".join(map(str, sorted(self.errors)))
-        return (
-            f"{first.args[0]} (rank {ranks})"
-            if len(self.errors) == 1
-            else f"{first.args[0]} (ranks {ranks})"
-        )
+        return headline(self.errors)
 
     def _notes(self) -> list[str]:
         released = [r for r, o in self.outputs.items() if o.state == "released"]

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import CellFailed, RankError, WrongState
+from nbdist.errors import CellFailed, RankError, WrongState, headline
 from nbdist.protocol.ids import EngineId
 
 if TYPE_CHECKING:
@@ -123,4 +123,4 @@ def _failed(engines: dict[int, EngineId], errors: list[tuple[Any, ...]]) -> Cell
     for name, text, _, info in errors:
         rank = ranks.get((info or {}).get("engine_id", EngineId(-1)), -1)
         found[rank] = RankError(rank, str(name), str(text), [f"{name}: {text}"])
-    return CellFailed(str(next(iter(found.values()))), dict(sorted(found.items())))
+    return CellFailed(headline(found), dict(sorted(found.items())))

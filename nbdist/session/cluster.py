@@ -13,11 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.errors import (
-    NbdistError,
-    NotStarted,
-    StartFailed,
-)
+from nbdist.errors import NbdistError, NotStarted, RecoveryFailed, StartFailed
 from nbdist.gpus import own_use
 from nbdist.processes import end_processes
 from nbdist.protocol import calls, values
@@ -28,15 +24,16 @@ from nbdist.session.dashboards import Dashboards
 from nbdist.session.feed import Feeds
 from nbdist.session.link import Link
 from nbdist.session.runs import Runs
+from nbdist.session.slowing import risk_of, slow_factor
 from nbdist.session.status import (
     RankStatus,
     check_cell,
+    check_limit,
     chosen_ranks,
     crowding,
     is_healthy,
     log_ends,
     rank_status,
-    slow_factor,
     trouble_of,
     why_unhealthy,
 )
@@ -62,7 +59,7 @@ class Cluster:
 
     def __init__(self, rundir: RunDir, config: ClusterConfig) -> None:
         self.config = config
-        self.on_shutdown: Callable[[], None] = _nothing
+        self.on_shutdown: Callable[[], None] = lambda: None
         """Called once, when its shutdown begins."""
         self._rundir = rundir
         self._pid = os.getpid()
@@ -78,6 +75,8 @@ class Cluster:
         self.dashboards = Dashboards(self, self._link.ask)
         """Where live views subscribe; those that are open."""
         self._runs = Runs(self._link.ask, self.dashboards)
+        self._risk: list[str] = []
+        """What may come of how slow ranks were made last."""
 
     # ---- what it is
 
@@ -109,7 +108,9 @@ class Cluster:
     @property
     def warnings(self) -> list[str]:
         """What the user should know about how this cluster runs."""
-        return [*self._seen.notes, *crowding(self._seen.size, self.config.num_engines), *own_use()]
+        is_any_slow = any(seat.slow_factor > 1 for seat in self._seen.seats)
+        risk = self._risk if is_any_slow else []
+        return [*self._seen.notes, *crowding(self._seen.size), *risk, *own_use()]
 
     @property
     def logs(self) -> Path:
@@ -156,17 +157,10 @@ class Cluster:
     def push(self, *, ranks: int | Iterable[int] | None = None, **named: Any) -> None:
         """Bind names on the engines; engines that join later get them too.
 
-        Raises what pickling a value raises.
+        Raises:
+            TypeError: a value cannot be sent; the message says which, and why.
         """
-        packed = {}
-        for name, value in named.items():
-            try:
-                packed[name] = values.pack(value)
-            except Exception as error:
-                text = (
-                    f"{name} (a {type(value).__name__}) cannot be sent: {error}. Nothing was sent"
-                )
-                raise TypeError(text) from error
+        packed = values.pack_named(named)
         run = self._cells.begin("", ranks=self._chosen(ranks), once=False, pushed=packed)
         succeeded = False
         try:
@@ -243,11 +237,14 @@ class Cluster:
         Args:
             ranks: which.
             factor: in a trainer's steps their own compute takes so many times as long, by sleep;
-                1 ends it. Who takes the seat of a slow engine is not slow.
+                1 ends it. Who takes the seat of a slow engine is not slow. `warnings` say where
+                a rank will be taken for hung.
         """
-        factor = slow_factor(factor)
+        factor, seats = slow_factor(factor), self._seen.seats
+        risk = risk_of(factor, seats, self._runs.usual_s(), self.config.hang_timeout_s)
         slots = tuple(self._seen.membership.slots[rank] for rank in self._chosen(ranks) or ())
         self._ask(od.SlowEngines(slots=slots, factor=factor), 10.0)
+        self._risk = risk
 
     def scale(self, size: int) -> None:
         """Grow or shrink to `size` engines; returns when the new world is formed.
@@ -261,6 +258,11 @@ class Cluster:
         size = operator.index(size)
         self._ask(od.Scale(size=size), self.config.start_timeout_s + 30.0)
 
+    def check_alive(self) -> None:
+        """Raise RecoveryFailed where nothing is left to go on with; it says what works then."""
+        if self._seen.phase == "failed":
+            raise RecoveryFailed(self._seen.reason)
+
     def wait_healthy(self, timeout: float = 30.0, after: int | None = None) -> None:
         """Wait until all seats are filled and the group is formed.
 
@@ -272,6 +274,7 @@ class Cluster:
             RecoveryFailed, WrongState: it cannot become healthy; the latter by policy shrink.
             TimeoutError: it did not in time; the message says what is missing.
         """
+        check_limit(timeout, may_be_none=False)
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -375,8 +378,8 @@ class Cluster:
         return self._link.ask(order, timeout)
 
     def _chosen(self, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
-        world_size = self.world_size  # raises where the cluster is shut down
-        return None if ranks is None else chosen_ranks(ranks, world_size)
+        self.check_alive()
+        return None if ranks is None else chosen_ranks(ranks, self.world_size)
 
     def _look(
         self, function: str, ranks: tuple[int, ...] | None, *args: Any, **kwargs: Any
@@ -391,7 +394,3 @@ class Cluster:
     def _call(self, function: str, run: CellRun, *args: Any, **kwargs: Any) -> dict[int, Any]:
         engines = {rank: run.membership.members[rank].engine_id for rank in run.ranks}
         return self._client.call(engines, function, *args, check=run.raise_if_ended, **kwargs)
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""

@@ -13,14 +13,15 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.errors import NbdistError, named_error
+from nbdist.errors import NbdistError
 from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
+from nbdist.protocol.record import incident_key
 from nbdist.protocol.story import OVER, RunStory
 from nbdist.session.curves import SlotCurves
-from nbdist.session.run_end import Detached, failure_of, in_brackets, in_words
+from nbdist.session.run_end import Detached, in_brackets, in_words, raise_if_failed
 from nbdist.session.run_record import RunRecord
-from nbdist.session.status import amount, whole_number
+from nbdist.session.status import amount, check_limit, whole_number
 
 if TYPE_CHECKING:
     import os
@@ -74,6 +75,8 @@ class Run:
         self._fresh_until = 0.0
         """Until then, by the monotonic clock, what is known counts as new."""
         self._curves = SlotCurves()
+        self._is_stale = False
+        """Nobody has answered the last look at it, as when a supervisor is being replaced."""
         self._unread = ""
         """Why the last steps could not be fetched; empty where they could."""
         self._changed = threading.Condition()
@@ -125,14 +128,19 @@ class Run:
     def _num_known(self) -> int:
         if self.state == "finished" and self.target is not None:
             return self.target
-        known = self._record.num_committed()
-        return self.first_step if known is None else known
+        told = self.first_step if self._view is None else self._view.step
+        return max(self._record.num_committed() or 0, told, self.first_step)
 
     @property
     def samples_per_second(self) -> float | None:
         """Of all ranks together, over the last steps; None before there are any."""
         self._look()
         return self._record.samples_per_second()
+
+    @property
+    def usual_s(self) -> float | None:
+        """Median duration of the last steps that are known here; None before there are any."""
+        return self._record.usual_s()
 
     @property
     def history(self) -> dict[str, NDArray[Any]]:
@@ -158,21 +166,27 @@ class Run:
             incident
             for incident in self._world
             if incident.generation_before >= self._generation
-            and (last is None or _identity(incident) in last)
+            and (last is None or incident_key(incident) in last)
         ]
 
     def summary(self) -> str:
         """One line on how it stands now."""
-        with contextlib.suppress(TimeoutError):
-            self.refresh(GLANCE_LIMIT_S)
+        self._glance(GLANCE_LIMIT_S)
         return self._line()
 
     def _look(self) -> None:
-        """Fetch the newest steps if that is quick; never raises."""
+        """Fetch the newest steps if that is quick and the last look is not just over."""
         if time.monotonic() >= self._fresh_until:
-            with contextlib.suppress(TimeoutError):
-                self.refresh(LOOK_LIMIT_S)
+            self._glance(LOOK_LIMIT_S)
             self._fresh_until = time.monotonic() + LOOK_LIMIT_S
+
+    def _glance(self, limit_s: float) -> None:
+        """Fetch the newest steps if they come in time; never raises."""
+        try:
+            self.refresh(limit_s)
+            self._is_stale = False
+        except TimeoutError:
+            self._is_stale = True
 
     def refresh(self, limit_s: float = QUERY_LIMIT_S) -> None:
         """Fetch the steps that are not known here yet.
@@ -216,6 +230,7 @@ class Run:
             WrongState: the cluster was shut down before the run was over.
             TimeoutError: it is not over after `timeout` seconds; the message says how far it is.
         """
+        check_limit(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             with self._changed:
@@ -232,7 +247,7 @@ class Run:
             self.summary()  # whoever looks at it next sees its last step
         if self._dashboards is not None:
             self._dashboards.settle(self)  # who runs notebooks unseen looks no later than now
-        self._raise_if_failed()
+        raise_if_failed(self._view, self._gone)
         return self
 
     def detached(self) -> Detached:
@@ -255,19 +270,12 @@ class Run:
         finally:
             with self._changed:
                 self._wakers.remove(wake)
-        self._raise_if_failed()
+        raise_if_failed(self._view, self._gone)
         return self
 
     @property
     def _is_settled(self) -> bool:
         return self._gone is not None or (self._view is not None and self._view.state in OVER)
-
-    def _raise_if_failed(self) -> None:
-        if self._view is not None and self._view.state in OVER:
-            if self._view.state == "failed":
-                raise failure_of(self._view.fault)
-        elif self._gone is not None:
-            raise named_error(*self._gone)
 
     # ---- orders
 
@@ -351,12 +359,9 @@ class Run:
         of = "" if self.target is None else f" of {self.target}"
         why = in_brackets(self._view.fault if self._view is not None else None)
         parts = [f"{self._who}: {self.state}{why}", f"{self._num_known}{of} steps"]
-        if (loss := self._record.loss()) is not None:
-            parts.append(f"loss {loss:.4g}")
-        if num := self._record.num_without_loss():
-            parts.append(f"{num} {'step' if num == 1 else 'steps'} without a finite loss")
-        if (pace := self._record.samples_per_second()) is not None and not self.is_over:
-            parts.append(f"{pace:.4g} samples/s")
+        parts += self._record.in_words(with_pace=not self.is_over)
+        if self._is_stale and not self.is_over:
+            parts.append("as known before: the supervisor has not answered yet")
         return ", ".join(parts)
 
     def __repr__(self) -> str:
@@ -378,7 +383,7 @@ class Run:
             self._view, self.target = view, view.target
             if view.state in OVER:
                 self._fresh_until = 0.0
-                self._last_incidents = frozenset(map(_identity, self._world))
+                self._last_incidents = frozenset(map(incident_key, self._world))
             self._wake()
 
     def cluster_gone(self, kind: str, message: str) -> None:
@@ -393,8 +398,3 @@ class Run:
             for wake in self._wakers:
                 with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits there
                     wake()
-
-
-def _identity(incident: Incident) -> object:
-    """The same for one incident, however often the supervisor tells it."""
-    return incident.kind, incident.slots, incident.generation_before

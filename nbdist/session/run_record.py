@@ -65,12 +65,18 @@ class RunRecord:
         return notes
 
     def take(self, report: RunReport) -> None:
-        """Add what is new; where rows were replaced, the new ones count."""
+        """Add what is new; where rows were replaced, the new ones count.
+
+        A supervisor that took over may know fewer rows at first: those that it lacks stay, unless
+        its last one is of a later generation, in which they are committed again.
+        """
         new = np.frombuffer(report.rows, ROWS)
-        kept = self._places < report.first
-        places = np.arange(report.first, report.first + new.size, dtype=np.int64)
-        self.rows = np.concatenate([self.rows[kept], new])
-        self._places = np.concatenate([self._places[kept], places])
+        end, newest = report.first + new.size, int(new["generation"][-1]) if new.size else 0
+        before = self._places < report.first
+        after = (self._places >= end) & (self.rows["generation"] >= newest)
+        places = np.arange(report.first, end, dtype=np.int64)
+        self.rows = np.concatenate([self.rows[before], new, self.rows[after]])
+        self._places = np.concatenate([self._places[before], places, self._places[after]])
         self.evaluations = report.evaluations
         self.has_end = report.view.state in OVER
         # Where something failed, engines may still report steps that they had applied by then.
@@ -95,6 +101,23 @@ class RunRecord:
     def num_without_loss(self) -> int:
         """Steps whose loss is no finite number."""
         return int(np.count_nonzero(~np.isfinite(self.rows["loss"])))
+
+    def usual_s(self) -> float | None:
+        """Median duration of the last steps; None before the first one."""
+        seconds = self.rows["seconds"][-NUM_RECENT:]
+        known = seconds[np.isfinite(seconds)]
+        return float(np.median(known)) if known.size else None
+
+    def in_words(self, *, with_pace: bool) -> list[str]:
+        """Losses, and `with_pace` how fast it is, as far as there is something to say."""
+        words = []
+        if (loss := self.loss()) is not None:
+            words.append(f"loss {loss:.4g}")
+        if num := self.num_without_loss():
+            words.append(f"{num} {'step' if num == 1 else 'steps'} without a finite loss")
+        if with_pace and (pace := self.samples_per_second()) is not None:
+            words.append(f"{pace:.4g} samples/s")
+        return words
 
     def samples_per_second(self) -> float | None:
         """Over the last steps, stalls included; of all ranks together."""

@@ -60,12 +60,22 @@ class Runs:
 
     def pace(self) -> tuple[int | None, float | None]:
         """Of the run that goes on: steps committed, samples per second of all ranks together."""
+        run = self._going()
+        return (None, None) if run is None else (run.num_committed, run.samples_per_second)
+
+    def usual_s(self) -> float | None:
+        """Duration of its steps; None before there are any."""
+        run = self._going()
+        return None if run is None else run.usual_s
+
+    def _going(self) -> Run | None:
+        """The run that goes on, with its newest steps if they come soon."""
         going = [run for run in self.all() if not run.is_over]
         if not going:
-            return None, None
+            return None
         with contextlib.suppress(TimeoutError):
             going[-1].refresh(GLANCE_LIMIT_S)
-        return going[-1].num_committed, going[-1].samples_per_second
+        return going[-1]
 
     def hear(self, view: od.WorldView) -> None:
         """The world as it is now."""

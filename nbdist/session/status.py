@@ -89,11 +89,10 @@ def is_healthy(view: od.WorldView, after: int | None) -> bool:
     return view.healthy and (after is None or view.membership.generation > after)
 
 
-def crowding(size: int, num_asked: int) -> list[str]:
-    """A warning where a cluster of `num_asked` has grown to more engines than there are cores."""
+def crowding(size: int) -> list[str]:
+    """A warning where there are more engines than this host has cores or GPUs for."""
     cores = default_num_engines()
-    too_many = size > max(cores, num_asked)
-    return [f"{size} engines share {cores} CPU cores or GPUs"] if too_many else []
+    return [f"{size} engines share {cores} CPU cores or GPUs"] if size > cores else []
 
 
 def _in_short(activity: str) -> str:
@@ -177,6 +176,8 @@ def amount(name: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise TypeError(f"{name}={value!r}: a number") from None
+    except OverflowError:
+        number = math.inf
     if isinstance(value, bool | str) or not math.isfinite(number) or number < 0:
         raise ValueError(f"{name}={value!r}: a finite number, at least 0")
     return number
@@ -201,20 +202,15 @@ def check_cell(code: object, timeout: object) -> None:
     """Raises TypeError where they are no source and no number of seconds."""
     if not isinstance(code, str):
         raise TypeError(f"code={code!r}: the source of a cell is text")
-    if not isinstance(timeout, int | float | None):
-        raise TypeError(f"timeout={timeout!r}: seconds, or None for no limit")
+    check_limit(timeout)
 
 
-def slow_factor(factor: object) -> float:
-    """How slow an engine is to be.
-
-    Raises:
-        ValueError: it is no number of at least 1.
-    """
-    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-    if not is_number or not 1 <= float(factor) < math.inf:  # type: ignore[arg-type]
-        raise ValueError(f"factor={factor!r}: a number, at least 1; 1 ends it")
-    return float(factor)  # type: ignore[arg-type]
+def check_limit(timeout: object, *, may_be_none: bool = True) -> None:
+    """Raises TypeError where it is no number of seconds."""
+    is_none = timeout is None and may_be_none
+    if not hasattr(timeout, "__float__") and not is_none:
+        none = ", or None for no limit" if may_be_none else ""
+        raise TypeError(f"timeout={timeout!r}: seconds{none}")
 
 
 def log_ends(folder: Path, num_lines: int = 8) -> str:

@@ -86,7 +86,8 @@ class Deadlines(World):
         elif self.phase is Phase.BREAKING and seat.slot in self.awaited:
             limit_s = 0.0 if seat.slot in self._uncuttable else UNBLOCK_LIMIT_S
             if now - self.phase_since > limit_s:
-                self.kill(seat, "stood in a native wait that a cut of its group did not end")
+                place = f"{where.operation}, {where.line}" if where.line else where.operation
+                self.kill(seat, f"stood in a wait that a cut of its group did not end: {place}")
 
     def _look_at_laggards(self, now: float) -> None:
         """In a run: kill whoever stays away from a collective in which all others wait too long.
@@ -102,7 +103,10 @@ class Deadlines(World):
             trains = beat is None or (beat.step is not None and not beat.is_patient)
             if trains and (beat is None or beat.waiting is None) and not seat.killed_why:
                 seat.ordered_at = now - limit_s
-                self.kill(seat, f"hung: away from a collective that others wait in, {limit_s:g} s")
+                slow = 1.0 if beat is None else beat.slow_factor
+                slowed = f"; it was made {slow:g} times as slow" if slow > 1 else ""
+                why = f"hung: away from a collective that others wait in, {limit_s:g} s{slowed}"
+                self.kill(seat, why)
 
     def _look_at_stand(self, now: float) -> None:
         """A member that stands while others wait for it in a step has missed an order."""

@@ -106,7 +106,10 @@ class Machine(Deadlines):
             ranks, detect_s = {event.slot: rank}, now - end.at
             incident = self.story.begin(end.kind, self.generation, ranks, end.cause, now)
             incident.detect_s, incident.reason = detect_s, reason
-            self._break(f"rank {rank} (slot {event.slot}) is gone: {end.words}", now)
+            gone = f"rank {rank} (slot {event.slot}) is gone: {end.words}"
+            if self.phase is Phase.BREAKING:  # one that was lost together with another
+                self.reason = f"{self.reason}; {gone}"
+            self._break(gone, now)
         self._go_on(now)
 
     def start_failed(self, event: ev.EngineStartFailed, now: float) -> None:
@@ -273,7 +276,11 @@ class Machine(Deadlines):
         if self.gate.failed_slots(event.cell) - {event.slot}:
             return RAISED_ELSEWHERE
         if ranks is not None and len(set(ranks)) < self.membership.world_size:
-            return f"trainer.steps() trains on all ranks; this cell was sent to {list(ranks)} only"
+            some = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+            return (
+                f"trainer.steps() trains on all ranks, and this cell was sent to {some} only; a "
+                "loop over it belongs in a %%distributed cell without -r"
+            )
         return ""
 
     def _raised(self, event: rn.RunRaised, now: float) -> None:

@@ -70,9 +70,10 @@ def _reason(machine: Machine) -> str:
         return f"{machine.reason}; waiting for members to leave the old group: {busy}"
     given_up = machine.roster.in_state(SeatState.GIVEN_UP)
     if given_up:
-        return "; ".join(
+        seats = "; ".join(
             f"slot {s.slot} was given up: {s.not_restored[THE_SEAT]}" for s in given_up
         )
+        return f"{seats}. The others go on; %dist_scale {machine.size} tries again"
     return machine.reason
 
 

@@ -15,10 +15,10 @@ from nbdist.errors import WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.train import snapshot
-from nbdist.train.memory import explained
+from nbdist.train.memory import explained, forget
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import set_base_rate
-from nbdist.train.step import Step, forget
+from nbdist.train.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

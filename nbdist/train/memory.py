@@ -1,4 +1,4 @@
-"""Says what it was that had no room, where memory runs out, and what would need less.
+"""What errors hold is let go; those that say that memory ran out say for what, and what helps.
 
 Runs in the engine's main thread, or in a process of its own.
 """
@@ -6,6 +6,7 @@ Runs in the engine's main thread, or in a process of its own.
 from __future__ import annotations
 
 import resource
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 _SAID = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 """How torch says it where it raises a plain RuntimeError."""
 _LIMITS = {"RLIMIT_DATA": resource.RLIMIT_DATA, "RLIMIT_AS": resource.RLIMIT_AS}
+
+
+def forget(error: BaseException) -> None:
+    """Let go of what an error's frames hold.
+
+    Tensors and the group, that is: the next one cannot be formed well while the old one lives.
+    """
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def is_exhausted(error: BaseException) -> bool:

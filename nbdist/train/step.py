@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -17,7 +16,7 @@ import torch
 
 from nbdist.errors import WrongState
 from nbdist.train.loading import to_device
-from nbdist.train.memory import explained
+from nbdist.train.memory import explained, forget
 from nbdist.train.objective import weigh
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import present_rate
@@ -35,16 +34,9 @@ if TYPE_CHECKING:
     from nbdist.train.ports import RunPort
     from nbdist.train.state import State
 
+NAP_S = 0.02
+"""A rank that was made slow looks so often whether it still is."""
 _FULL = (torch.float32, torch.float64)
-
-
-def forget(error: BaseException) -> None:
-    """Let go of what an error's frames hold.
-
-    Tensors and the group, that is: the next one cannot be formed well while the old one lives.
-    """
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 class Step:
@@ -302,8 +294,10 @@ class Step:
 
     def _lag(self) -> None:
         """Be slow, as the user wants it: the common sums begin with the last backward pass."""
-        began_at = time.monotonic()
-        time.sleep((self._port.slow_factor - 1) * self._state.compute_s)
+        began_at, port, compute_s = time.monotonic(), self._port, self._state.compute_s
+        # In short naps: the user may set another factor meanwhile, or the group may break.
+        while (left_s := (port.slow_factor - 1) * compute_s - time.monotonic() + began_at) > 0:
+            time.sleep(min(left_s, NAP_S))
         self._stamps.slept(time.monotonic() - began_at)
 
     def _look_ahead(self) -> None:

@@ -81,7 +81,9 @@ def headlines(story: RunStory) -> list[Fact]:
         Fact(
             label="incidents",
             value=f"{len(story.incidents)}",
-            detail=f"longest stall {max(stalls) * 1000:,.0f} ms" if stalls else "no stall",
+            detail=_longest(stalls)
+            if stalls or not story.incidents
+            else "their stall is not known",
         ),
         Fact(label="samples lost / repeated", value=f"{lost} / {repeated}"),
     ]
@@ -252,6 +254,10 @@ def _incident_row(number: int, incident: Incident) -> tuple[str, ...]:
         f"{incident.samples_repeated}",
         lacking or NO_VALUE,
     )
+
+
+def _longest(stalls: Sequence[float]) -> str:
+    return f"longest stall {max(stalls) * 1000:,.0f} ms" if stalls else "no stall"
 
 
 def _median(values: NDArray[np.float64]) -> float:

@@ -315,7 +315,8 @@ def _incident_line(numbered: fr.Numbered) -> str:
         if seconds is not None
     ]
     slots = ", ".join(map(str, incident.slots))
-    return f"{numbered.number}  {incident.kind}, slot {slots}: {', '.join(parts)} ms"
+    took = f": {', '.join(parts)} ms" if parts else ""
+    return f"{numbered.number}  {incident.kind}, slot {slots}{took}"
 
 
 def _axes(

@@ -18,17 +18,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS = {"rows": 4_000, "steps": 24_000, "memory": 4_000}
 """Of longer tables the extremes are told; a page keeps no more than some thousand rows either."""
-_NO_COUNTERS = fr.Counters(
-    records=0,
-    missing=0,
-    dropped=0,
-    late=0,
-    malformed=0,
-    no_room=0,
-    rows_dropped=0,
-    incidents_left_out=0,
-    delayed=0,
-)
 
 
 def story_frame(
@@ -70,7 +59,7 @@ def story_frame(
         world=_world(story),
         incidents=incidents,
         evaluations=tuple(map(_evaluated, story.evaluations)),
-        counters=_NO_COUNTERS,
+        counters=fr.NO_COUNTERS,
         thinned=thinned,
     )
     return fr.pack(header, tables)

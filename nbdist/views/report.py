@@ -11,6 +11,7 @@ import gzip
 import json
 from functools import partial
 from importlib.resources import files
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,6 @@ from nbdist.views.picture import WIDTH, picture
 from nbdist.views.playback import story_frame
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Sequence
 
     from nbdist.protocol.frames import View
@@ -60,7 +60,7 @@ _SERIES = (
 
 
 def write_report(
-    path: str | os.PathLike[str],
+    path: str | PathLike[str],
     story: RunStory,
     *,
     checks: Sequence[Check] = (),
@@ -81,8 +81,11 @@ def write_report(
         The path.
 
     Raises:
+        TypeError: the path is none.
         FileUnwritable: it cannot be written there; the message says why.
     """
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"path={path!r}: the name of a file")
     path = Path(path)
     text = page(story, checks=checks, reference=reference, record=record)
     try:

@@ -180,6 +180,22 @@ def test_a_slow_rank_is_named(cluster, until):
     run.stop()
 
 
+def test_a_rest_ends_when_the_rank_is_quick_again(cluster, until):
+    """However long it was to be; that it would have been taken for a hang was warned of."""
+    engines = cluster(2, hang_timeout_s=60.0)
+    engines.run(training.CELL)
+    run = engines.train("trainer", steps=100_000)
+    until(lambda: run.num_committed > 20, 30, "steps are committed")
+    engines.slow(1, factor=1e9)
+    assert any("hang_timeout_s=60" in text for text in engines.warnings)
+    engines.slow(1, factor=1)
+    assert not any("hang_timeout_s" in text for text in engines.warnings)
+    mark = run.num_committed + 10
+    until(lambda: run.num_committed > mark, 30, "it goes on")
+    assert run.incidents == []
+    run.stop()
+
+
 @pytest.mark.timeout(180)
 def test_views_cost_the_run_little(cluster):
     """Training does not wait for a view: steps with all views on take about as long as without."""

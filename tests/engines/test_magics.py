@@ -90,6 +90,9 @@ def test_kill_of_all(cell):
         current().wait_healthy(timeout=10)
     with pytest.raises(nbdist.RecoveryFailed, match="dist_reset"):
         cell("%%distributed\nrank")
+    for line in ("%dist_kill 5", "%dist_slow 0 2", "%dist_scale 2"):
+        with pytest.raises(nbdist.RecoveryFailed, match="dist_reset"):
+            cell(line)
     cell("%dist_reset")
     cell("%dist_init -n 2")
     assert cell("%%distributed\nrank + world_size") == "[rank 0]\n2\n[rank 1]\n3\n"

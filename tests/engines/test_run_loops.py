@@ -235,6 +235,15 @@ def test_one_leaves_a_loop_early(looped):
     looped.run("for step in train(trainer, 2): pass")
 
 
+def test_a_loop_on_some_ranks_says_where_it_belongs(looped):
+    """Nobody waits for the others, and the message names the cell in which it can train."""
+    looped.run("trainer = make()")
+    with pytest.raises(nbdist.CellFailed, match=r"sent to rank 0 only; .*%%distributed") as caught:
+        looped.run("for step in train(trainer, 5): pass", ranks=[0])
+    assert caught.value.notes == ["rank 0 was released from its training loop"]
+    looped.run("for step in train(trainer, 2): pass")
+
+
 @pytest.mark.parametrize("place", ["before backward", "after the step"])
 def test_one_raises_in_a_loop(looped, place):
     """All ranks leave the step within a second, the rank and the user's line are named; all hold

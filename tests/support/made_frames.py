@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from nbdist.protocol.frames import Counters, Header, World
+from nbdist.protocol.frames import NO_COUNTERS, Header, World
 
-NOTHING = Counters(
-    records=0,
-    missing=0,
-    dropped=0,
-    late=0,
-    malformed=0,
-    no_room=0,
-    rows_dropped=0,
-    incidents_left_out=0,
-    delayed=0,
-)
 WORLD = World(
     phase="running", generation=2, world_size=0, size=0, healthy=True, reason="", seats=()
 )
@@ -28,5 +17,5 @@ HEADER = Header(
     world=WORLD,
     incidents=(),
     evaluations=(),
-    counters=NOTHING,
+    counters=NO_COUNTERS,
 )

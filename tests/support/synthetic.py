@@ -293,17 +293,7 @@ class SyntheticRun:
             world=self._world(now),
             incidents=incidents,
             evaluations=(),
-            counters=fr.Counters(
-                records=step * 40,
-                missing=0,
-                dropped=0,
-                late=0,
-                malformed=0,
-                no_room=0,
-                rows_dropped=0,
-                incidents_left_out=0,
-                delayed=0,
-            ),
+            counters=replace(fr.NO_COUNTERS, records=step * 40),
         )
 
     def _world(self, now: float) -> fr.World:

@@ -4,8 +4,10 @@ import math
 
 import numpy as np
 import pytest
+import regression
 import torch
 import torch.distributed as dist
+from regression import FEATURES, mlp
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -19,32 +21,12 @@ from nbdist.train.loop import train, walk
 
 NAMES = ("fp16", "bf16", "int8", "topk", "powersgd")
 FEEDBACK = ("int8", "topk", "powersgd")
-FEATURES = 12
-
-
-def build():
-    return nn.Sequential(
-        nn.Linear(FEATURES, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 1)
-    )
-
-
-def dataset(num=250):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(num, FEATURES, generator=generator)
-    return TensorDataset(inputs, inputs[:, :1].sin() + inputs[:, 1:2])
 
 
 def make(compress, **changes):
-    usual = {
-        "model": build,
-        "optimizer": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9),
-        "loss": functional.mse_loss,
-        "data": dataset(),
-        "global_batch": 60,
-        "seed": 3,
-        "strategy": DataParallel(compress=compress, bucket_mb=0.005, powersgd_rank=2),
-    }
-    return Trainer(**usual | changes)
+    """Wide enough for several buckets."""
+    strategy = DataParallel(compress=compress, bucket_mb=0.005, powersgd_rank=2)
+    return regression.make(**{"model": lambda: mlp(48, 48), "strategy": strategy} | changes)
 
 
 def left(trainer):
@@ -328,7 +310,7 @@ def test_parameters_that_only_some_ranks_use(together):
     class Halting(nn.Module):
         def __init__(self, uses_side):
             super().__init__()
-            self.inner, self.side, self.uses_side = build(), nn.Linear(1, 1), uses_side
+            self.inner, self.side, self.uses_side = mlp(48, 48), nn.Linear(1, 1), uses_side
 
         def forward(self, x):
             y = self.inner(x)
@@ -354,7 +336,7 @@ def test_parameters_of_other_types(together, dtype):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner, self.odd = build(), nn.Parameter(torch.ones(40, 40, dtype=dtype))
+            self.inner, self.odd = mlp(48, 48), nn.Parameter(torch.ones(40, 40, dtype=dtype))
 
         def forward(self, x):
             return self.inner(x) + (self.odd.sum() / 1600 - 1).float()

@@ -4,17 +4,13 @@ import math
 
 import pytest
 import torch
+from regression import FEATURES, dataset, make, mlp
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from nbdist.train import Evaluate, Trainer
+from nbdist.train import Evaluate
 
-FEATURES, NUM_STEPS = 12, 100
-
-
-def build():
-    return nn.Sequential(nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, 1))
+NUM_STEPS = 100
 
 
 def normalised():
@@ -28,7 +24,7 @@ class Remembering(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = build()
+        self.inner = mlp(32)
         self.register_buffer("mean", torch.zeros(FEATURES))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
@@ -37,24 +33,6 @@ class Remembering(nn.Module):
             self.mean.lerp_(x.detach().mean(0), 0.1)
             self.calls += 1
         return self.inner(x - self.mean)
-
-
-def dataset(num=250):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(num, FEATURES, generator=generator)
-    return TensorDataset(inputs, inputs[:, :1].sin() + inputs[:, 1:2])
-
-
-def make(**changes):
-    usual = {
-        "model": build,
-        "optimizer": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9),
-        "loss": functional.mse_loss,
-        "data": dataset(),
-        "global_batch": 60,
-        "seed": 3,
-    }
-    return Trainer(**usual | changes)
 
 
 def fitted(together, num, steps=NUM_STEPS, **changes):
@@ -92,7 +70,7 @@ def test_running_statistics_are_those_of_all_shares(together):
     """Their mean is that of the whole batch, although every rank has seen its share only."""
 
     def body(_):
-        trainer = make(model=lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), build()))
+        trainer = make(model=lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), mlp(32)))
         trainer.fit(1)
         norm = trainer.model[0]
         return norm.running_mean.numpy(), int(norm.num_batches_tracked)
@@ -187,7 +165,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_with_a_clip_norm(together):
     """A finite loss with an infinite gradient on one rank is seen by all in the norm."""
 
     def body(rank):
-        model = build()
+        model = mlp(32)
         calls = []
         if rank == 0:
             model[2].weight.register_hook(

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 from trainers import FakePort
 
+from nbdist.engine import group
 from nbdist.engine.group import Groups, is_communication_error
 from nbdist.protocol.ids import EngineId, Generation, Slot
 from nbdist.protocol.orders import FormGroup
@@ -24,9 +26,17 @@ from nbdist.train import DataParallel, Trainer
 from nbdist.train.loop import train, walk
 
 FEATURES, STEPS = 12, 8
+FORM_TIMEOUT = timedelta(seconds=30)
+"""A newcomer here waits for its generation from the beginning of the test."""
 BREAK_LIMIT_S = 2.5
 """To leave a group, a few hundredths of a second where nothing else runs; torch's own stall, where
 something still holds the group, takes five."""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Here nobody tells a member that another one will not come."""
+    monkeypatch.setattr(group, "FORM_TIMEOUT", FORM_TIMEOUT)
 
 
 def build():
@@ -125,10 +135,10 @@ class Engine:
 
     def leave(self):
         """Leave the group; what is left of it."""
-        group, began = weakref.ref(dist.group.WORLD), time.monotonic()
+        formed, began = weakref.ref(dist.group.WORLD), time.monotonic()
         gc.disable()
         self.groups.destroy()
-        is_gone, took_s = group() is None, time.monotonic() - began
+        is_gone, took_s = formed() is None, time.monotonic() - began
         gc.enable()
         self.told.append((self.trainer.digest(), is_gone, took_s, sockets()))
 

@@ -74,6 +74,23 @@ def test_a_failed_cell_shows_equal_tracebacks_once_with_the_cause_first():
     ]
 
 
+def test_what_all_ranks_say_in_one_line_is_said_once():
+    """The first line has it, and the ranks."""
+    text = "name 'nope' is not defined"
+    raised = {r: RankError(r, "NameError", text, [f"NameError: {text}"]) for r in (0, 1)}
+    first = errors.headline(raised)
+    assert first == f"NameError: {text} (ranks 0, 1)"
+    assert CellFailed(first, raised)._render_traceback_() == [f"CellFailed: {first}"]
+    raised[1] = RankError(1, "TypeError", "other", ["TypeError: other"])
+    assert CellFailed(errors.headline(raised), raised)._render_traceback_()[2:] == [
+        "On rank 0:",
+        f"NameError: {text}",
+        "",
+        "On rank 1:",
+        "TypeError: other",
+    ]
+
+
 def test_a_failed_cell_without_particulars_is_its_message():
     """No errors and no notes: one line."""
     error = CellFailed("the group was broken")

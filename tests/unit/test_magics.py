@@ -51,7 +51,7 @@ class FakeCluster:
         self.world_size = 4
         self.generation = 1
         self.incidents = []
-        self.warnings = []
+        self.warnings, self.risk = [], []
         self.calls = []
         self.error = None
         self.trouble = ""
@@ -108,11 +108,16 @@ class FakeCluster:
         self.calls.append(("pull", name, ranks))
         return {rank: rank * 10 for rank in ranks or range(self.world_size)}
 
+    def check_alive(self):
+        if self.state == "failed":
+            raise errors.RecoveryFailed("nobody is left. End it with %dist_reset")
+
     def kill(self, ranks, *, signal="KILL"):
         self.calls.append(("kill", ranks, signal))
 
     def slow(self, ranks, factor):
         self.calls.append(("slow", ranks, factor))
+        self.warnings += self.risk
 
     def scale(self, size):
         self.calls.append(("scale", size))
@@ -159,14 +164,14 @@ def published(bare_shell, monkeypatch):
 @pytest.fixture(autouse=True)
 def session(monkeypatch):
     """The session as the magics see it: nothing runs; `start` makes a FakeCluster."""
-    fake = SimpleNamespace(cluster=None, started=[], error=None)
+    fake = SimpleNamespace(cluster=None, started=[], error=None, warnings=["fork is not possible"])
 
     def start(num_engines=None, **options):
         fake.started.append((num_engines, options))
         if fake.error:
             raise fake.error
         fake.cluster = FakeCluster()
-        fake.cluster.warnings = ["fork is not possible"]
+        fake.cluster.warnings = list(fake.warnings)
         return fake.cluster
 
     def current():
@@ -278,6 +283,36 @@ def test_init_twice_says_so_and_changes_nothing(shell, session, cluster, capsys)
     assert session.started == []
     assert cluster.calls == []
     assert capsys.readouterr().out.startswith("Already running: ranks 0-3, generation 1.\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "%dist_init -n 2",
+            "Nothing was changed; %dist_scale 2 makes it 2, %dist_shutdown ends it.",
+        ),
+        ("%dist_init -n 4", "Nothing was changed; %dist_shutdown ends it."),
+        ("%dist_init", "Nothing was changed; %dist_shutdown ends it."),
+    ],
+)
+def test_init_of_another_size_names_the_magic_that_scales(shell, cluster, capsys, line, said):
+    """Where the size is another one."""
+    run(shell, line)
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert cluster.calls == []
+
+
+def test_that_engines_share_cores_is_said_by_status_and_not_at_the_start(
+    shell, session, capsys, monkeypatch
+):
+    """What a notebook shows of its start is the same on every machine."""
+    monkeypatch.setattr(magics, "crowding", lambda size: [f"{size} engines share 2 cores"])
+    session.warnings = ["4 engines share 2 cores", "fork is not possible"]
+    run(shell, "%dist_init -n 4")
+    assert capsys.readouterr().out.splitlines()[5:] == ["Warning: fork is not possible"]
+    run(shell, "%dist_status")
+    assert "Warning: 4 engines share 2 cores" in capsys.readouterr().out
 
 
 def test_a_setting_that_the_session_refuses_is_a_usage_error(shell, session):
@@ -455,6 +490,17 @@ def test_pull_does_not_overwrite_unless_forced(shell, cluster):
 
 
 @pytest.mark.parametrize(
+    "line", ["%dist_kill 7", "%dist_slow 7 2", "%dist_pull x -r 7", "%%rank[7]\n1"]
+)
+def test_in_a_world_that_is_lost_no_rank_is_looked_for(shell, cluster, line):
+    """What works then is said, not that the world could be grown."""
+    cluster.state = "failed"
+    with pytest.raises(errors.RecoveryFailed, match="%dist_reset"):
+        run(shell, line)
+    assert cluster.calls == []
+
+
+@pytest.mark.parametrize(
     ("line", "ranks", "signal"),
     [
         ("%dist_kill 2", (2,), "KILL"),
@@ -475,6 +521,8 @@ def test_kill_takes_any_selection_and_a_signal(shell, cluster, capsys, line, ran
     [
         ("%dist_slow 2 5", (2,), 5.0, "Now 5 times as slow: rank 2."),
         ("%dist_slow 0,3 1.5", (0, 3), 1.5, "Now 1.5 times as slow: ranks 0,3."),
+        ("%dist_slow 1 1e9", (1,), 1e9, "Now 1e+09 times as slow: rank 1."),
+        ("%dist_slow 1 '2.5E1'", (1,), 25.0, "Now 25 times as slow: rank 1."),
         ("%dist_slow all 1", (0, 1, 2, 3), 1.0, "Now as quick as before: ranks 0-3."),
     ],
 )
@@ -483,6 +531,14 @@ def test_slow_takes_any_selection_and_a_factor(shell, cluster, capsys, line, ran
     run(shell, line)
     assert cluster.calls == [("slow", ranks, factor)]
     assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_slow_warns_of_what_may_come_of_it(shell, cluster, capsys):
+    """Below the answer; what was warned of before is not repeated."""
+    cluster.warnings, cluster.risk = ["old"], ["it may be ended as hung"]
+    run(shell, "%dist_slow 1 1000")
+    out = capsys.readouterr().out
+    assert out == "Now 1000 times as slow: rank 1.\nWarning: it may be ended as hung\n"
 
 
 def test_scale_shows_the_new_world_and_what_is_new_to_warn_of(shell, cluster, capsys):
@@ -693,6 +749,8 @@ def test_the_dashboard_is_shown(shell, cluster, published, line, call):
         ("%dist_slow 1", UsageError, "required: FACTOR"),
         ("%dist_slow 1 0.5", UsageError, "0.5 is not a number of at least 1"),
         ("%dist_slow 1 inf", UsageError, "inf is not a number of at least 1"),
+        ("%dist_slow 1 nan", UsageError, "nan is not a number of at least 1"),
+        ("%dist_slow 1 1e400", UsageError, "1e400 is not a number of at least 1"),
         ("%dist_slow 7 2", errors.TargetError, "no rank 7"),
         ("%dist_push", UsageError, "required: NAME"),
         ("%dist_push nowhere", UsageError, "no variable 'nowhere'"),
@@ -711,6 +769,7 @@ def test_the_dashboard_is_shown(shell, cluster, published, line, call):
         ("%dist_pause now", UsageError, "unrecognized arguments: now"),
         ("%dist_pull for", UsageError, "for is not a name"),
         ("%dist_pull x -r 0,9", errors.TargetError, "no rank 9"),
+        ("%%distributed -t nan\n1", UsageError, "nan is not a number of seconds above 0"),
         ("%%distributed -t 0\n1", UsageError, "0 is not a number of seconds above 0"),
         ("%%distributed -t soon\n1", UsageError, "soon is not a number of seconds"),
         ("%%distributed -o 1x\n1", UsageError, "1x is not a name"),

@@ -8,10 +8,13 @@ import pytest
 
 from nbdist import cli
 from nbdist.cli.seconds import lines
+from nbdist.protocol.columns import to_columns
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import Generation
-from nbdist.protocol.record import Happened, Header, World
+from nbdist.protocol.orders import WorldView
+from nbdist.protocol.record import Ended, Happened, Header, Remark, Steps, World, encoded
 from nbdist.protocol.story import ROWS
+from nbdist.protocol.topology import EMPTY
 from nbdist.supervisor.record import Recorder
 from nbdist.supervisor.replay import Replay
 from nbdist.views import report
@@ -34,6 +37,19 @@ def world(at, phase, generation, slots, reason=""):
         slots=slots,
         healthy=True,
         reason=reason,
+    )
+
+
+def running(incidents):
+    return WorldView(
+        phase="running",
+        membership=EMPTY,
+        seats=(),
+        size=3,
+        num_formed=3,
+        healthy=True,
+        reason="",
+        incidents=incidents,
     )
 
 
@@ -100,6 +116,64 @@ def test_the_command_prints_run_incidents_and_notes(record, capsys):
     assert "lost" in out.split("ended: finished")[1]
     assert "150" in out
     assert "note:" not in out
+
+
+STEERING = "\x1b]0;x\x07\r\x1b[2J\x9b1m\n\u202e\u2028"
+
+
+def test_no_text_of_a_record_steers_the_terminal(tmp_path, capsys):
+    """Wherever it stands in the file: control characters are written as Python writes them."""
+    path = tmp_path / "run.jsonl"
+    header = Header(schema=1, title=f"t{STEERING}", at=100.0, started=f"s{STEERING}", nbdist="")
+    row = np.zeros(1, ROWS)
+    row["at"] = 102.5
+    incident = Incident(
+        kind="lost",
+        slots=(2,),
+        ranks=(2,),
+        cause=f"c{STEERING}",
+        generation_before=1,
+        not_restored={f"n{STEERING}": f"w{STEERING}"},
+    )
+    told = [
+        header,
+        world(0.5, f"p{STEERING}", 1, (0,), reason=f"r{STEERING}"),
+        Steps(num=1, columns=to_columns(row)),
+        Happened(incident=incident),
+        Remark(text=f"m{STEERING}"),
+        Ended(at=103.0, how=f"h{STEERING}"),
+    ]
+    path.write_bytes(b"".join(map(encoded, told)))
+    assert cli.main(["replay", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert all(line.isprintable() for line in out.split("\n"))
+    for place in "tspcrnwmh":
+        assert f"{place}\\x1b]0;x\\x07\\r" in out
+    path.write_bytes(encoded(header).replace(b'"at":100.0', b'"at":"\\u001b[2J"'))
+    assert cli.main(["replay", str(path)]) == 1
+    assert all(line.isprintable() for line in capsys.readouterr().err.split("\n"))
+
+
+def test_two_ranks_that_are_lost_together_are_two_incidents(tmp_path, capsys):
+    """Each with a line; that no step was there from which a stall counts is a dash."""
+    path = tmp_path / "run.jsonl"
+    recorder = Recorder(path, title="two")
+    lost = [
+        Incident(kind="lost", slots=(s,), ranks=(s,), cause="SIGKILL", generation_before=1)
+        for s in (1, 2)
+    ]
+    recorder.world(running(incidents=tuple(lost)), 1.0)
+    for incident in lost:
+        incident.generation_after = 2
+    recorder.world(running(incidents=tuple(lost)), 2.0)
+    recorder.close("finished")
+    assert cli.main(["replay", str(path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:4] for row in rows if row[:1] == ["lost"]] == [
+        ["lost", "1", "1", "SIGKILL"],
+        ["lost", "2", "2", "SIGKILL"],
+    ]
+    assert all(row[-3] == "–" for row in rows if row[:1] == ["lost"])
 
 
 def test_a_report_is_written_where_one_is_wanted(record, tmp_path, monkeypatch, capsys):

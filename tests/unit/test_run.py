@@ -116,6 +116,18 @@ def test_rows_are_added_and_those_that_ran_again_replaced():
     assert (record.num_known, record.num_missing, record.num_committed()) == (5, 0, 5)
 
 
+def test_rows_that_a_new_supervisor_lacks_stay_until_they_are_committed_again():
+    """A report of a later generation ends where the run stands now."""
+    record = RunRecord()
+    record.take(report(0, rows(0, 6, generation=1)))
+    record.take(report(1, rows(1, 4, generation=1)))
+    assert (record.rows["step"].tolist(), record.num_known) == ([0, 1, 2, 3, 4, 5], 6)
+    record.take(report(3, rows(3, 5, generation=2)))
+    assert record.rows["step"].tolist() == [0, 1, 2, 3, 4]
+    assert record.rows["generation"].tolist() == [1, 1, 1, 2, 2]
+    assert record.num_known == 5
+
+
 def test_rows_that_were_dropped_before_they_were_read_are_counted():
     """Places are counted from the run's first step, whatever the supervisor still has."""
     record = RunRecord()
@@ -166,9 +178,26 @@ def test_a_look_shows_how_it_stands_now_and_asks_seldom(run, supervisor, monkeyp
     assert (run.num_committed, run.samples_per_second) == (4, 120)
     assert len(supervisor.of(rn.QueryRun)) == 2
     run.resume()
-    for error in (TimeoutError(), NbdistError("gone")):
+    known = "trainer: running, 4 of 10 steps, loss 7, 120 samples/s"
+    waits = f"{known}, as known before: the supervisor has not answered yet"
+    for error, line in ((TimeoutError(), waits), (NbdistError("gone"), known)):
         supervisor.error, run._fresh_until = error, 0.0
-        assert repr(run) == "<run of trainer: running, 4 of 10 steps, loss 7, 120 samples/s>"
+        assert repr(run) == f"<run of {line}>"
+
+
+def test_while_the_supervisor_is_replaced_the_last_known_step_is_shown(run, supervisor):
+    """Also where nobody has looked before: what the old one has told, and that it may be old; the
+    new one may know fewer rows at first."""
+    supervisor.error = TimeoutError("no answer")
+    run.hear(replace(view("recovering"), step=7), ())
+    assert run.num_committed == 7
+    assert run.summary() == (
+        "trainer: recovering, 7 of 10 steps, as known before: the supervisor has not answered yet"
+    )
+    supervisor.error, supervisor.rows = None, rows(0, 8)
+    assert run.summary().startswith("trainer: recovering, 8 of 10 steps, loss")
+    supervisor.rows = rows(0, 0)
+    assert run.summary().startswith("trainer: recovering, 8 of 10 steps, loss")
 
 
 def test_steps_without_a_finite_loss_are_counted(run, supervisor):
@@ -215,7 +244,8 @@ def test_a_history_that_cannot_be_fetched_in_time_says_so(run, supervisor):
     supervisor.error = TimeoutError("no answer")
     with pytest.raises(TimeoutError):
         run.history  # noqa: B018
-    assert run.summary() == "trainer: running, 3 steps, loss 8, 120 samples/s"
+    known = "trainer: running, 3 steps, loss 8, 120 samples/s"
+    assert run.summary() == f"{known}, as known before: the supervisor has not answered yet"
 
 
 def test_two_threads_take_reports_in_order(run, supervisor):
@@ -326,6 +356,12 @@ def test_a_wait_that_is_too_short_says_how_far_it_is(run, supervisor):
     run.hear(view(), ())
     with pytest.raises(TimeoutError, match=r"after 0\.01 s, trainer: running, 4 of 10 steps.*goes"):
         run.wait(0.01)
+
+
+def test_a_wait_that_is_no_number_of_seconds_is_named(run):
+    """Before anything is waited for."""
+    with pytest.raises(TypeError, match="timeout='5': seconds, or None for no limit"):
+        run.wait("5")
 
 
 def test_a_run_that_failed_raises_what_the_engine_raised(run):
@@ -469,7 +505,8 @@ def test_steps_are_whole_and_at_least_one(run, supervisor, steps):
 @pytest.mark.parametrize(
     ("lr", "error"),
     [(-1, ValueError), (float("nan"), ValueError), (float("inf"), ValueError), (True, ValueError),
-     ("1", ValueError), ("x", TypeError), (None, TypeError), ([1], TypeError)],
+     ("1", ValueError), (10**400, ValueError), ("x", TypeError), (None, TypeError),
+     ([1], TypeError)],
 )  # fmt: skip
 def test_a_rate_is_a_finite_number(run, supervisor, lr, error):
     """Nothing is sent otherwise."""
@@ -621,10 +658,11 @@ def test_the_pace_of_the_run_that_goes_on(supervisor):
     step, pace = runs.pace()
     assert step == 9
     assert pace == runs.all()[-1].samples_per_second > 0
+    assert runs.usual_s() == 0.5
     supervisor.error = TimeoutError("no answer")
-    assert runs.pace()[0] == 9
+    assert (runs.pace()[0], runs.usual_s()) == (9, 0.5)
     runs.hear(world(view("finished")))
-    assert runs.pace() == (None, None)
+    assert (runs.pace(), runs.usual_s()) == ((None, None), None)
 
 
 def test_before_a_run_begins_the_last_one_is_read_to_its_end(supervisor):

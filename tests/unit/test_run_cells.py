@@ -66,7 +66,8 @@ class Remote(Exception):  # noqa: N818 - called as ipyparallel calls it
     def __init__(self, ename, evalue="", engine_info=None):
         super().__init__(evalue)
         self.ename, self.evalue, self.traceback = ename, evalue, []
-        self.engine_info = {METADATA: {"released": False}} if engine_info is None else engine_info
+        released = {METADATA: {"released": ename == "RunEnded"}}
+        self.engine_info = released if engine_info is None else engine_info
 
 
 def vanished():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from msgspec.structs import replace
 
 from nbdist.config import ClusterConfig
 from nbdist.errors import named_error
@@ -1893,6 +1894,8 @@ def test_losses_close_together_have_an_incident_each_and_end_together():
     world.die(0)
     world.now += 1.0
     world.die(1)
+    assert "rank 0 (slot 0) is gone: " in world.machine.reason
+    assert "; rank 1 (slot 1) is gone: " in world.machine.reason
     world.settle()
     first, second = world.incidents
     assert (first.slots, second.slots) == ((0,), (1,))
@@ -2211,6 +2214,17 @@ def test_who_stays_away_from_a_collective_of_a_run_is_hung(more, is_hung):
     assert killed(world.tick(0.1)) == []
 
 
+def test_who_was_made_slow_and_hangs_for_it_is_told_so():
+    """The reason names the factor, so that nobody looks for another one."""
+    world = World.running(2, hang_timeout_s=2.0)
+    world.train()
+    world.beat(0, waits=2.1, step=3)
+    world.beat(1, step=3)
+    world.seat(1).beat = replace(world.seat(1).beat, slow_factor=500.0)
+    (kill,) = only(world.tick(), do.KillEngine)
+    assert kill.why.endswith("2 s; it was made 500 times as slow")
+
+
 def test_nobody_is_hung_before_the_last_that_waits_has_waited_long_enough():
     """The one that came late to the collective may be the reason."""
     world = World.running(3, hang_timeout_s=2.0)
@@ -2377,7 +2391,11 @@ def test_a_cell_of_some_ranks_cannot_train(ranks):
     world = World.running(2)
     world.begin("c1", ranks)
     said = world.say(rn.RunEntered, 0, cell="c1", loop=0, step=0, steps=9)
-    assert bool(orders(said, rn.EndRun)) is (len(ranks) < 2)
+    ended = orders(said, rn.EndRun)
+    assert bool(ended) is (len(ranks) < 2)
+    for end in ended.values():
+        assert "this cell was sent to rank 0 only; a loop" in end.fault.message
+        assert "%%distributed" in end.fault.message
 
 
 def test_a_cell_that_is_over_frees_who_trains_in_it():

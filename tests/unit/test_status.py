@@ -11,9 +11,12 @@ import nbdist
 from nbdist.errors import TargetError
 from nbdist.protocol.orders import SeatView, WorldView
 from nbdist.protocol.topology import EMPTY, Member, Membership
+from nbdist.session import status
 from nbdist.session.status import (
     check_cell,
+    check_limit,
     chosen_ranks,
+    crowding,
     lack_of,
     rank_status,
     trouble_of,
@@ -210,10 +213,25 @@ def test_in_an_empty_world_there_is_no_rank_to_choose():
         chosen_ranks(0, 0)
 
 
+def test_engines_that_share_cores_are_told_however_they_came(monkeypatch):
+    """Asked for at the start or added later."""
+    monkeypatch.setattr(status, "default_num_engines", lambda: 2)
+    assert crowding(2) == []
+    assert crowding(3) == ["3 engines share 2 CPU cores or GPUs"]
+
+
 @pytest.mark.parametrize("timeout", [None, 1, 0.5])
 def test_a_cell_is_text_and_its_limit_seconds(timeout):
     """Or no limit."""
     check_cell("f()", timeout)
+
+
+@pytest.mark.parametrize("timeout", [None, "5", [5], 1j])
+def test_where_there_must_be_a_limit_it_is_seconds(timeout):
+    """Nothing else can be waited for."""
+    check_limit(np.float32(0.5), may_be_none=False)
+    with pytest.raises(TypeError, match=r"timeout=.*: seconds$"):
+        check_limit(timeout, may_be_none=False)
 
 
 @pytest.mark.parametrize(

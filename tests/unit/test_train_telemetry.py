@@ -1,6 +1,7 @@
 """What a trainer tells as telemetry, and how a vote travels with gradients."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ from torch import nn
 from trainers import FakePort, Samples, break_in, go, make
 
 from nbdist.engine.emit import RING
+from nbdist.engine.port import Port
+from nbdist.protocol.runs import RunSpec
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.train import Evaluate, Trainer
+from nbdist.train import step as module
 from nbdist.train.vote import join, split
 
 
@@ -56,17 +60,56 @@ def test_compute_is_forward_and_backward():
         assert of(mine, Kind.COMPUTE)["t1_ns"][0] == of(mine, Kind.BACKWARD)["t1_ns"][-1]
 
 
+def rest(monkeypatch, wake):
+    """Time for a step that passes only where it sleeps; `wake` is told each nap."""
+    now = [100.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        wake(seconds)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr("nbdist.train.stamps.Stamps.slept", lambda *_: None)
+
+
 def test_a_rank_that_was_made_slow_sleeps_in_its_compute(monkeypatch):
     """So many times the compute of the step before; of what it has slept nothing grows."""
-    naps = []
-    monkeypatch.setattr("nbdist.train.step.time.sleep", naps.append)
     trainer, port = make(accumulate=2), FakePort(4)
+    naps = dict.fromkeys(range(4), 0.0)
+
+    def wake(seconds):
+        naps[trainer.step] += seconds
+
+    rest(monkeypatch, wake)
     port.slow_factor = 3.0
     records = trained(trainer, port)
     lasted = of(records, Kind.COMPUTE)
     own = (lasted["t1_ns"] - lasted["t0_ns"]) * 1e-9
     assert naps[0] == 0.0
-    np.testing.assert_allclose(naps[1:], 2 * own[:-1], rtol=0.1)
+    np.testing.assert_allclose(list(naps.values())[1:], 2 * own[:-1], rtol=0.1)
+
+
+def test_a_rest_ends_when_the_factor_is_set_back(monkeypatch):
+    """It looks many times a second, and rests no longer than the factor of now wants."""
+    naps, port = [], FakePort(2)
+
+    def wake(seconds):
+        naps.append(seconds)
+        port.slow_factor = 1.0 if len(naps) == 3 else port.slow_factor
+
+    rest(monkeypatch, wake)
+    port.slow_factor = 1e9
+    trained(make(), port)
+    assert naps == [module.NAP_S] * 3
+    assert len(port.rows) == 2
+
+
+@pytest.mark.parametrize(("cut", "factor"), [(0, 50.0), (3, 50.0), (4, 1.0)])
+def test_nobody_rests_in_a_group_that_is_cut(cut, factor):
+    """The others wait for it to leave, and not for its share."""
+    groups = SimpleNamespace(generation=4, cut_generation=cut)
+    port = Port(SimpleNamespace(groups=groups, slow_factor=50.0), RunSpec(run="r", name="t"), None)
+    assert port.slow_factor == factor
 
 
 def test_the_loss_told_is_that_of_the_share():

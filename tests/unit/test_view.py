@@ -131,6 +131,7 @@ def test_a_seat_that_was_given_up_is_the_reason(machine):
     assert not view.healthy
     assert "slot 1 was given up: " in view.reason
     assert "2 times" in view.reason
+    assert view.reason.endswith(". The others go on; %dist_scale 2 tries again")
 
 
 def test_a_failed_world_says_what_to_do(machine):

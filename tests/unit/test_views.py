@@ -86,6 +86,21 @@ def test_headlines_are_those_of_the_rows():
     assert values["samples lost / repeated"] == ("0 / 0", "")
 
 
+@pytest.mark.parametrize(
+    ("incidents", "detail"),
+    [
+        ([], "no stall"),
+        ([incident(stall_s=None)], "their stall is not known"),
+        ([incident(stall_s=None), incident(stall_s=0.2)], "longest stall 200 ms"),
+    ],
+)
+def test_a_stall_that_is_not_known_is_not_denied(incidents, detail):
+    """That of an incident before the first step, for instance."""
+    found = facts.headlines(make_story(incidents=incidents))
+    (told,) = [fact for fact in found if fact.label == "incidents"]
+    assert told.detail == detail
+
+
 def test_a_story_without_a_flaw_passes_all_checks():
     """Nothing is missing, nothing happened twice."""
     assert all(check.holds for check in facts.story_checks(make_story()))

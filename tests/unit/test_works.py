@@ -67,10 +67,10 @@ def test_late_result():
 def test_a_call_that_ends():
     """Who waits goes on, or is given what it raises."""
     works, called = Works(), []
-    works.call(lambda: called.append(1), is_cut=lambda: False)
+    works.call(lambda: called.append(1))
     assert called == [1]
     with pytest.raises(ZeroDivisionError):
-        works.call(lambda: 1 / 0, is_cut=lambda: False)
+        works.call(lambda: 1 / 0)
 
 
 def test_a_call_that_never_ends():
@@ -87,15 +87,16 @@ def test_a_call_that_never_ends():
 
     threading.Thread(target=give_up).start()
     with pytest.raises(RuntimeError, match="cut"):
-        works.call(wait, is_cut=lambda: False)
+        works.call(wait)
     ends.set()
 
 
 def test_a_call_in_a_group_that_is_cut():
     """It is not made: nobody would free it."""
     works, called = Works(), []
+    works.give_up()
     with pytest.raises(RuntimeError, match="cut"):
-        works.call(lambda: called.append(1), is_cut=lambda: True)
+        works.call(lambda: called.append(1))
     assert called == []
 
 
@@ -120,10 +121,10 @@ def ended(error=None):
 def test_sends_and_receives_that_end():
     """Who waits goes on when all have ended, or is given the first error; again and again."""
     works = Works()
-    works.wait([ended(), ended()], lambda: False)
+    works.wait([ended(), ended()])
     with pytest.raises(RuntimeError, match="reset by peer"):
-        works.wait([ended(), ended(RuntimeError("reset by peer"))], lambda: False)
-    works.wait([ended()], lambda: False)
+        works.wait([ended(), ended(RuntimeError("reset by peer"))])
+    works.wait([ended()])
 
 
 def give_up_until(is_free, works):
@@ -135,15 +136,31 @@ def give_up_until(is_free, works):
 def test_sends_and_receives_that_never_end():
     """A cut before or while somebody waits frees who waits; the next wait is as the first."""
     works, stuck = Works(), Sent()
+    works.give_up()
     with pytest.raises(RuntimeError, match="cut"):
-        works.wait([stuck], lambda: True)
+        works.wait([stuck])
+    works.begin()
     is_free = threading.Event()
     cut = threading.Thread(target=lambda: give_up_until(is_free, works))
     cut.start()
     with pytest.raises(RuntimeError, match="cut"):
-        works.wait([stuck], lambda: False)
+        works.wait([stuck])
     is_free.set()
     cut.join()
     assert len(works.take_stuck(0.001)) == 2
-    works.wait([ended()], lambda: False)
+    works.begin()
+    works.wait([ended()])
     stuck.may_end.set()
+
+
+def test_a_cut_between_a_collectives_begin_and_the_wait_for_it():
+    """Who would wait from then on is freed as well; in the next group, waits are waits again."""
+    works, stuck, work = Works(), Work(), Work()
+    works.give_up()
+    with pytest.raises(RuntimeError, match="cut"):
+        works.follow(stuck).wait()
+    assert works.take_stuck(0.01) == [stuck]
+    works.begin()
+    promise = works.follow(work)
+    work.future.set_result([torch.ones(1)])
+    assert promise.wait()[0].tolist() == [1]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from nbdist.engine import runs
 from nbdist.engine.works import WORKS
 from nbdist.train.strategies.data_parallel import sum_on_backend
 
@@ -200,4 +199,4 @@ def _move(sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
     """Send to some ranks and receive from others, all at once."""
     works = [dist.isend(tensor, rank) for rank, tensor in sent.items()]
     works += [dist.irecv(tensor, rank) for rank, tensor in received.items()]
-    WORKS.wait(works, runs.is_cut)
+    WORKS.wait(works)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.engine import emit, rebind
+from nbdist.engine.native import PRESENT
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_one_of, check_positive, check_share, check_whole
@@ -144,8 +145,12 @@ class Replicas:
         if self._courier is not None:
             self._courier.let_go()
             self._courier.codec.residual.begin()
-        if world_size > 1 and self._ddp is None:
+        if world_size == 1:
+            return
+        if self._ddp is None:
             self._ddp = self._wrap()
+        # In each group the reducer is another one.
+        self._ddp.reducer._update_process_group(PRESENT)  # noqa: SLF001 - torch has no public name
 
     @torch.no_grad()
     def settle(self, keeper: Keeper) -> bool:

@@ -25,7 +25,6 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from nbdist.engine import runs
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.strategies import schedules
@@ -45,7 +44,7 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 def _wait(work: list[Any]) -> None:
     """In place of torch's own: a send or receive may never end though its group was cut."""
     if work:
-        WORKS.wait(work, runs.is_cut)
+        WORKS.wait(work)
 
 
 torch_schedules._wait_batch_p2p = _wait  # noqa: SLF001 - it looks the name up at each call
