@@ -1,5 +1,6 @@
 """A model that is cut by rows over the ranks is the same training as one process does."""
 
+import copy
 import gc
 import re
 import resource
@@ -326,6 +327,8 @@ def test_what_one_rank_cannot_give(together):
         model = make().model
         with pytest.raises(WrongState, match="whole_parameters"):
             model.state_dict()
+        with pytest.raises(TypeError, match="cannot be sent or copied"):
+            copy.deepcopy(model)
         with pytest.raises(ValueError, match="scale is a parameter without dimensions"):
             make(model=Scaled)
         return {name: value.numpy() for name, value in model.whole_parameters()}
