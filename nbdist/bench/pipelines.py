@@ -96,6 +96,7 @@ def _interleave(cluster: Cluster, samples: Samples) -> None:
 
 def _train(cluster: Cluster, stages: int, schedule: str, microbatches: int) -> float:
     """Seconds a step."""
-    cluster.run(f"trainer = make({stages}, {schedule!r}, {microbatches})", once=True)
-    run = cluster.train("trainer", steps=_NUM_STEPS + 1).wait(_LIMIT_S)
+    name = f"trainer_{len(cluster.runs)}"
+    cluster.run(f"{name} = make({stages}, {schedule!r}, {microbatches})", once=True)
+    run = cluster.train(name, steps=_NUM_STEPS + 1).wait(_LIMIT_S)
     return float(run.history["seconds"][1:].mean())

@@ -40,6 +40,8 @@ MODULES = (
     "dashboard",
 )
 """Each after those that it imports; the last one's `show` is what the page calls."""
+WIDGET_MODULES = ("frame", "kept")
+"""What the widget's own module imports."""
 REPORT_MODULES = ("frame", "report")
 """Of a report's page, after those."""
 
@@ -71,7 +73,8 @@ def bundle() -> Bundle:
 
 def widget_module() -> str:
     """The small module that a widget carries itself."""
-    return f"{_wrapped('frame')}\n{_imported(_text('widget.js'))}"
+    parts = [*map(_wrapped, WIDGET_MODULES), _imported(_text("widget.js"))]
+    return "\n".join(parts)
 
 
 def views_module() -> str:
@@ -79,7 +82,7 @@ def views_module() -> str:
 
     Each becomes a function that is called once and returns what it exports.
     """
-    return f"{_joined(MODULES)}\nexport const {{ show }} = _{MODULES[-1]};\n"
+    return f"{_joined(MODULES)}\nexport const {{ pictured, show }} = _{MODULES[-1]};\n"
 
 
 def report_module() -> str:

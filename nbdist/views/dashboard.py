@@ -17,17 +17,16 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-import anywidget
 import IPython.display
-import traitlets
 
 from nbdist.errors import NbdistError
 from nbdist.protocol.frames import View
-from nbdist.views.bundle import bundle, page_settings, widget_module
+from nbdist.views.bundle import bundle, page_settings
 from nbdist.views.host import Place, has_viewer, kernel, place, when_idle
 from nbdist.views.pages import Pages, Worker
 from nbdist.views.picture import WIDTH, picture
 from nbdist.views.stills import REASON, Stills
+from nbdist.views.widget import TEXT, WIDGET_VIEW, Widget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,11 +36,8 @@ log = logging.getLogger(__name__)
 VIEWS: tuple[View, ...] = get_args(View)
 TARGET = "nbdist.view"
 """Name under which a page opens a comm of its own."""
-TEXT = "nbdist dashboard"
-"""Of the live widget and of the picture that takes its place: tests of notebooks compare them."""
 MAX_DISPLAYS = 8
 """So many of its places are remembered."""
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 class Subscription(Protocol):
@@ -78,17 +74,6 @@ class Feed(Protocol):
 
     def snapshot(self) -> bytes | None:
         """All that there is to know, as one frame; None: nothing. May wait."""
-
-
-class Widget(anywidget.AnyWidget):
-    """What is stored of a dashboard with a notebook: no data, and of the code the least."""
-
-    _esm = traitlets.Unicode(widget_module()).tag(sync=True)
-    text = traitlets.Unicode(TEXT).tag(sync=True)
-    widget_id = traitlets.Unicode().tag(sync=True)
-    own_model_id = traitlets.Unicode().tag(sync=True)
-    version = traitlets.Unicode().tag(sync=True)
-    settings = traitlets.Dict().tag(sync=True)
 
 
 class Dashboard:
@@ -165,7 +150,7 @@ class Dashboard:
             if self._frozen is None:
                 self._push()
             self._is_removed = False
-            data, metadata = self._frozen or _live(self.widget.model_id)
+            data, metadata = self._frozen or self._live()
         else:  # whoever runs notebooks unseen keeps what is shown, and never asks for frames
             self._is_unseen = True
             data, metadata = self._picture() or ({"text/plain": TEXT}, {})
@@ -174,6 +159,16 @@ class Dashboard:
         _show(data, metadata=metadata, display_id=self._display_ids[-1])
         if WIDGET_VIEW in data:
             self._stills.watch()
+
+    def _live(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a notebook keeps of a widget; with a run that is over a picture stands in there.
+
+        The page puts it in the widget's place when the kernel ends, whatever it has drawn till
+        then; whoever has no model of the widget shows it.
+        """
+        made = self._picture() if self._feed.is_over else None
+        data, metadata = made or ({"text/plain": TEXT}, {})
+        return data | self.widget.view, metadata
 
     def _push(self) -> None:
         """Send code and frames unasked: a page that asks would wait for the cell that shows it."""
@@ -262,6 +257,10 @@ class Dashboard:
                 self._is_removed = bool(message.get("is_removed"))
             return
         self._stills.stop()
+        # A page asks before it knows that it was sent frames unasked; what it says by the shell
+        # that runs cells may come when it has been answered by another way.
+        if message.get("is_early") and self._pages.is_served(view):
+            return
         self._pages.hear(view, is_direct=is_direct)
         if kind == "hello":
             self._greet(has_code=bool(message.get("has_code")))
@@ -384,9 +383,3 @@ def _opened(comm: Any, message: dict[str, Any]) -> None:
 def _show(data: dict[str, Any], **options: Any) -> None:
     display: Callable[..., object] = IPython.display.display
     display(data, raw=True, **options)
-
-
-def _live(model_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a notebook keeps of a widget."""
-    view = {"version_major": 2, "version_minor": 1, "model_id": model_id}
-    return {"text/plain": TEXT, WIDGET_VIEW: view}, {}

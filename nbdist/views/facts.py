@@ -23,6 +23,12 @@ MAX_TABLE_STEPS = 60
 
 NO_VALUE = "–"
 
+TABLE_DIGITS = 5
+"""Of a loss in a table: one step differs little from the next."""
+
+_LEAST_POWER, _GREATEST_POWER = -3, 4
+"""Of ten: a loss below or above is written with it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
@@ -64,8 +70,8 @@ def headlines(story: RunStory) -> list[Fact]:
         Fact(label="steps committed", value=f"{len(rows):,}", detail=f"in {total_s:.1f} s"),
         Fact(
             label="loss",
-            value=f"{rows['loss'][-1]:.3f}",
-            detail=f"from {rows['loss'][0]:.3f}",
+            value=loss_text(rows["loss"][-1]),
+            detail=f"from {loss_text(rows['loss'][0])}",
         ),
         Fact(
             label="samples a second",
@@ -76,7 +82,7 @@ def headlines(story: RunStory) -> list[Fact]:
             label="ranks",
             value=f"{sizes[-1]}",
             detail=f"{sizes.min()} to {sizes.max()}; "
-            f"{len(np.unique(rows['generation']))} generations",
+            f"{counted(len(np.unique(rows['generation'])), 'generation')}",
         ),
         Fact(
             label="incidents",
@@ -173,7 +179,7 @@ def step_table(story: RunStory) -> Table:
         rows=[
             (
                 f"{rows['step'][i]}",
-                f"{rows['loss'][i]:.4f}",
+                loss_text(rows["loss"][i], TABLE_DIGITS),
                 f"{rows['samples'][i]}",
                 f"{rows['seconds'][i] * 1000:.0f}",
                 f"{rates[i]:,.0f}",
@@ -206,7 +212,8 @@ def describe(story: RunStory, name: str) -> str:
     rows = story.rows
     if not len(rows):
         return "No step was committed."
-    marked = f" {len(story.incidents)} incidents are marked." if story.incidents else ""
+    num = len(story.incidents)
+    marked = f" {counted(num, 'incident')} {'is' if num == 1 else 'are'} marked." if num else ""
     if name == "world":
         sizes = rows["world_size"]
         return (
@@ -216,17 +223,34 @@ def describe(story: RunStory, name: str) -> str:
     values = rows["loss"] if name == "loss" else throughput(rows)
     known = np.flatnonzero(np.isfinite(values))
     if not len(known):
-        return f"None of {len(rows):,} steps has a value to draw.{marked}"
+        return f"None of {counted(len(rows), 'step')} has a value to draw.{marked}"
     low = known[values[known].argmin()]
     if name == "loss":
         return (
-            f"Loss over {len(rows):,} steps: from {values[0]:.3f} to {values[-1]:.3f}, "
-            f"lowest {values[low]:.3f} at step {rows['step'][low]}.{marked}"
+            f"Loss over {counted(len(rows), 'step')}: from {loss_text(values[0])} to "
+            f"{loss_text(values[-1])}, lowest {loss_text(values[low])} at step "
+            f"{rows['step'][low]}.{marked}"
         )
     return (
         f"Samples a second over all ranks, stalls included: median {_median(values):,.0f}, "
         f"least {values[low]:,.0f} at step {rows['step'][low]}.{marked}"
     )
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things: "1 rank", "2 ranks"; pages say it by the same rule."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def loss_text(loss: float, digits: int = 3) -> str:
+    """A loss, to so many digits that say something: 2.64, 0.0123, 9.95e-7; pages say it alike."""
+    if not np.isfinite(loss):
+        return f"{loss}"
+    rounded, _, exponent = f"{loss:.{digits - 1}e}".partition("e")
+    power = int(exponent)
+    if loss and not _LEAST_POWER <= power <= _GREATEST_POWER:
+        return f"{rounded}e{power:+}"
+    return f"{loss:,.{max(0, digits - 1 - power)}f}"
 
 
 def milliseconds(seconds: float | None) -> str:

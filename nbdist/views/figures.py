@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from bokeh.core.properties import value
-from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import (
+    BasicTickFormatter,
+    ColumnDataSource,
+    FixedTicker,
+    HoverTool,
+    NumeralTickFormatter,
+    Range1d,
+)
 from bokeh.plotting import figure as bokeh_figure
 
 from nbdist.views import palette
 from nbdist.views.facts import describe, place, throughput
 from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
+from nbdist.views.live_figures import LOSS_FORMAT, LOSS_TIP, mark_steps, quads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,15 +88,7 @@ def _lanes(shown: Lanes) -> bokeh_figure:
         "what": [bar.what for bar in shown.bars],
         "takes": [bar.ended - bar.began for bar in shown.bars],
     }
-    bars = chart.quad(
-        left="left",
-        right="right",
-        top="top",
-        bottom="bottom",
-        source=ColumnDataSource(columns),
-        fill_color="colour",
-        line_color=None,
-    )
+    bars = quads(chart, ColumnDataSource(columns))
     tips = [("", "@what"), ("takes", f"@takes{{0.00}} {shown.unit.split()[0]}")]
     chart.add_tools(HoverTool(renderers=[bars], tooltips=tips))
     ticks = [place + 0.5 for place in range(num)]
@@ -103,6 +103,7 @@ def _loss(story: RunStory) -> bokeh_figure:
     if len(story.rows):
         losses = story.rows["loss"]
         top = _set_y_range(chart, losses, from_zero=False)
+        chart.yaxis.formatter = BasicTickFormatter()  # a small loss would be 0.00 in the other one
         _line_of_steps(chart, story, losses)
         _mark_incidents(chart, story, top)
     return chart
@@ -215,28 +216,7 @@ def _mark_incidents(chart: bokeh_figure, story: RunStory, y: float) -> None:
     if not columns["x"]:
         return
     source = ColumnDataSource(columns)
-    chart.vspan("x", source=source, line_color="colour", line_width=1.2, line_dash=[4, 3])
-    marks = chart.scatter(
-        "x",
-        "y",
-        source=source,
-        marker="marker",
-        size=11,
-        fill_color="colour",
-        line_color="white",
-        line_width=1,
-    )
-    chart.text(
-        "x",
-        "y",
-        "number",
-        source=source,
-        x_offset=8,
-        text_baseline="middle",
-        text_color=palette.TEXT,
-        text_font_size="11px",
-        text_font=value(palette.FONT),
-    )
+    marks = mark_steps(chart, source, edge="white", ink=palette.TEXT)
     hover = HoverTool(renderers=[marks])
     hover.tooltips = [("incident", "@number"), ("", "@what"), ("cause", "@cause")]
     chart.add_tools(hover)
@@ -268,9 +248,9 @@ def _thinned(values: NDArray[Any]) -> NDArray[np.intp]:
 
 
 def _hover(renderers: list[Any], names: tuple[str, ...]) -> HoverTool:
-    formats = {"loss": "{0.0000}", "ms": "{0}"}
-    tips = [(name, f"@{name}{formats.get(name, '')}") for name in names]
-    return HoverTool(renderers=renderers, tooltips=tips, mode="vline")
+    known = {"loss": LOSS_TIP, "ms": "@ms{0}"}
+    tips = [(name, known.get(name, f"@{name}")) for name in names]
+    return HoverTool(renderers=renderers, tooltips=tips, mode="vline", formatters=LOSS_FORMAT)
 
 
 def _empty(y_label: str, x_label: str, description: str) -> bokeh_figure:

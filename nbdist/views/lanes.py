@@ -13,6 +13,7 @@ import numpy as np
 from nbdist.protocol.frames import STATES
 from nbdist.protocol.telemetry import Kind
 from nbdist.views import palette
+from nbdist.views.facts import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,8 +171,9 @@ def _membership(story: RunStory) -> Lanes:
             bars.append(_life(seats, int(place), lane, start - began, until - began))
     generations = len(set(seats["generation"].tolist()) - {0})
     sentence = (
-        f"{len(slots)} slots over {end - began:.1f} s: {generations} generations, "
-        f"{len(story.incidents)} incidents. Grey: in no group."
+        f"{counted(len(slots), 'slot')} over {end - began:.1f} s: "
+        f"{counted(generations, 'generation')}, {counted(len(story.incidents), 'incident')}. "
+        "Grey: in no group."
     )
     return Lanes(unit=unit, sentence=sentence, names=_names(slots[:MAX_LANES]), bars=bars)
 

@@ -6,13 +6,20 @@ by style variables, so that a change of theme needs a repaint only.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bokeh.core.properties import field, value
 from bokeh.models import ColumnDataSource, DataRange1d, FixedTicker, HoverTool, Range1d
 from bokeh.plotting import figure as bokeh_figure
 
 from nbdist.views import palette
+
+if TYPE_CHECKING:
+    from bokeh.models.renderers import GlyphRenderer
+
+LOSS_FORMAT: dict[str, Any] = {"@loss": "printf"}
+"""Of what hovers: the only one that writes a loss of any size to so many digits."""
+LOSS_TIP = "@loss{%.5g}"
 
 _MARK_COLUMNS = ("x", "y", "number", "what", "colour", "marker", "ink")
 
@@ -30,7 +37,7 @@ def live_figures() -> dict[str, bokeh_figure]:
 
 
 def _loss() -> bokeh_figure:
-    chart = _over_steps("loss", "loss", "@loss{0.0000}")
+    chart = _over_steps("loss", "loss", LOSS_TIP)
     beneath = _source("reference", "x", "value")
     chart.line(
         "x",
@@ -49,13 +56,29 @@ def _over_steps(name: str, y_label: str, tip: str, height: int = 230) -> bokeh_f
     source = _source(name, "x", name, "step", "generation", "ranks")
     line = chart.line("x", name, source=source, line_width=1.8, line_color=palette.SLOT_COLOURS[0])
     tips = [("", tip), ("step", "@step"), ("ranks", "@ranks"), ("generation", "@generation")]
-    chart.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline"))
+    hover = HoverTool(renderers=[line], tooltips=tips, mode="vline", formatters=LOSS_FORMAT)
+    chart.add_tools(hover)
     _marks(chart)
     return chart
 
 
 def _marks(chart: bokeh_figure) -> None:
     source = _source("marks", *_MARK_COLUMNS)
+    marks = mark_steps(chart, source, edge=None, ink="ink")
+    chart.add_tools(HoverTool(renderers=[marks], tooltips=[("incident", "@number"), ("", "@what")]))
+
+
+def mark_steps(
+    chart: bokeh_figure, source: ColumnDataSource, *, edge: str | None, ink: str
+) -> GlyphRenderer[Any]:
+    """Numbered markers at steps, each with an upright line; returns what a pointer can hover over.
+
+    Args:
+        chart: gets them.
+        source: where (x, y) and what each is (number, colour, marker).
+        edge: colour around a marker.
+        ink: colour of the numbers, or the column that has them.
+    """
     chart.vspan("x", source=source, line_color="colour", line_width=1.2, line_dash=[4, 3])
     marks = chart.scatter(
         "x",
@@ -64,7 +87,8 @@ def _marks(chart: bokeh_figure) -> None:
         marker=field("marker"),
         size=11,
         fill_color="colour",
-        line_color=None,
+        line_color=edge,
+        line_width=1,
     )
     chart.text(
         "x",
@@ -73,10 +97,9 @@ def _marks(chart: bokeh_figure) -> None:
         source=source,
         x_offset=8,
         text_baseline="middle",
-        text_color="ink",
-        **_TEXT,
+        **{**_TEXT, "text_color": ink},
     )
-    chart.add_tools(HoverTool(renderers=[marks], tooltips=[("incident", "@number"), ("", "@what")]))
+    return marks
 
 
 def _compute() -> bokeh_figure:
@@ -86,15 +109,7 @@ def _compute() -> bokeh_figure:
         "xs", "ys", source=source, line_color="colour", line_dash=field("dash"), line_width=1.5
     )
     heat = _source("heat", "left", "right", "bottom", "top", "colour", "slot", "ms")
-    cells = chart.quad(
-        left="left",
-        right="right",
-        bottom="bottom",
-        top="top",
-        source=heat,
-        fill_color="colour",
-        line_color=None,
-    )
+    cells = quads(chart, heat)
     tips = [("slot", "@slot"), ("step", "$x{0}"), ("compute", "$y{0.0} ms")]
     chart.add_tools(HoverTool(renderers=[lines], tooltips=tips))
     chart.add_tools(
@@ -123,19 +138,7 @@ def _sync() -> bokeh_figure:
         ),
         *("middle", "height"),
     )
-    quads = chart.quad(
-        left="left",
-        right="right",
-        bottom="bottom",
-        top="top",
-        source=bars,
-        fill_color="colour",
-        line_color=None,
-        hatch_pattern=field("hatch"),
-        hatch_alpha=0.45,
-        hatch_scale=6,
-        hatch_color="white",
-    )
+    drawn = _bars(chart, bars, hatch_alpha=0.45, hatch_color="white")
     letters = _source("letters", "x", "y", "letter")
     chart.text(
         "x",
@@ -147,7 +150,7 @@ def _sync() -> bokeh_figure:
         **{**_TEXT, "text_color": "white", "text_font_style": "bold"},
     )
     tips = [("", "@what"), ("", "@who"), ("takes", "@ms{0.00} ms"), ("size", "@size")]
-    chart.add_tools(HoverTool(renderers=[quads], tooltips=tips))
+    chart.add_tools(HoverTool(renderers=[drawn], tooltips=tips))
     _lanes(chart)
     return chart
 
@@ -156,19 +159,7 @@ def _membership() -> bokeh_figure:
     chart = _empty("s since the cluster began", "", 200)
     chart.y_range = Range1d(start=1, end=0)
     source = _source("lives", "left", "right", "bottom", "top", "colour", "hatch", "slot", "state")
-    lives = chart.quad(
-        left="left",
-        right="right",
-        bottom="bottom",
-        top="top",
-        source=source,
-        fill_color="colour",
-        line_color=None,
-        hatch_pattern=field("hatch"),
-        hatch_alpha=0.6,
-        hatch_scale=6,
-        hatch_color="gray",
-    )
+    lives = _bars(chart, source, hatch_alpha=0.6, hatch_color="gray")
     tips = [("slot", "@slot"), ("", "@state"), ("from", "@left{0.0} s"), ("to", "@right{0.0} s")]
     chart.add_tools(HoverTool(renderers=[lives], tooltips=tips))
     generations = _source("generations", "x", "y", "text", "ink")
@@ -193,19 +184,7 @@ def _incidents() -> bokeh_figure:
     source = _source(
         "parts", "left", "right", "bottom", "top", "colour", "hatch", "number", "part", "ms"
     )
-    parts = chart.quad(
-        left="left",
-        right="right",
-        bottom="bottom",
-        top="top",
-        source=source,
-        fill_color="colour",
-        line_color=None,
-        hatch_pattern=field("hatch"),
-        hatch_alpha=0.5,
-        hatch_scale=6,
-        hatch_color="white",
-    )
+    parts = _bars(chart, source, hatch_alpha=0.5, hatch_color="white")
     tips = [("incident", "@number"), ("", "@part"), ("takes", "@ms{0} ms")]
     chart.add_tools(HoverTool(renderers=[parts], tooltips=tips))
     _lanes(chart)
@@ -213,6 +192,25 @@ def _incidents() -> bokeh_figure:
 
 
 _TEXT: dict[str, Any] = {"text_font": value(palette.FONT), "text_font_size": "11px"}
+
+
+def quads(chart: bokeh_figure, source: ColumnDataSource, **look: Any) -> GlyphRenderer[Any]:
+    """Boxes, by the columns that say where each edge is and what colour each has."""
+    return chart.quad(
+        left="left",
+        right="right",
+        bottom="bottom",
+        top="top",
+        source=source,
+        fill_color="colour",
+        line_color=None,
+        **look,
+    )
+
+
+def _bars(chart: bokeh_figure, source: ColumnDataSource, **look: Any) -> GlyphRenderer[Any]:
+    """Boxes that tell by a hatch, too, what they are."""
+    return quads(chart, source, hatch_pattern=field("hatch"), hatch_scale=6, **look)
 
 
 def _lanes(chart: bokeh_figure) -> None:

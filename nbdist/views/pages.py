@@ -49,6 +49,11 @@ class Pages:
             if is_direct:
                 self._direct.add(view)
 
+    def is_served(self, view: str) -> bool:
+        """It was sent frames unasked and has not answered yet, or has been heard before."""
+        with self._lock:
+            return view in self._heard or _EXPECTED in self._heard
+
     def leave(self, view: str) -> None:
         """A view is closed; it may have been sent frames unasked and said nothing until now."""
         with self._lock:

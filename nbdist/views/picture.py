@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from nbdist.protocol import frames as fr
 from nbdist.views import palette
+from nbdist.views.facts import counted, loss_text
 from nbdist.views.lanes import newest_sync
 
 if TYPE_CHECKING:
@@ -85,9 +86,13 @@ class _Sheet:
         size: int = 12,
         colour: str = palette.TEXT,
         anchor: str = "lm",
+        room: float = WIDTH,
     ) -> None:
-        place = (x * _SCALE, y * _SCALE)
-        self._pen.text(place, text, fill=colour, font=_font(size * _SCALE), anchor=anchor)
+        """A line of text; with more than fits into `room` it is cut, and says so."""
+        font = _font(size * _SCALE)
+        while len(text) > 1 and self._pen.textlength(text, font) > room * _SCALE:
+            text = f"{text.rstrip('…')[:-1]}…"
+        self._pen.text((x * _SCALE, y * _SCALE), text, fill=colour, font=font, anchor=anchor)
 
     def bar(self, box: Box, colour: str) -> None:
         left, top, right, bottom = (round(edge * _SCALE) for edge in box)
@@ -177,16 +182,17 @@ class _Axes:
 def _draw_head(sheet: _Sheet, header: fr.Header, tables: dict[str, fr.Table]) -> None:
     run, world, rows = header.run, header.world, tables.get("rows")
     name = run.name or "run" if run else "no run"
-    state = f"{run.state} after {run.step:,} of {run.target:,} steps" if run else ""
-    sheet.text(_MARGIN, 20, f"{name}: {state}", size=17)
-    facts = [f"{world.world_size} ranks, generation {world.generation}"]
+    state = f"{run.state} after {run.step:,} of {counted(run.target, 'step')}" if run else ""
+    sheet.text(_MARGIN, 20, f"{name}: {state}", size=17, room=WIDTH - 2 * _MARGIN)
+    facts = [f"{counted(world.world_size, 'rank')}, generation {world.generation}"]
     if rows is not None and len(rows["loss"]):
         seconds = float(rows["seconds"].sum()) or float("nan")
-        facts.append(f"loss {float(rows['loss'][0]):.3f} to {float(rows['loss'][-1]):.3f}")
+        first, last = (loss_text(float(rows["loss"][place])) for place in (0, -1))
+        facts.append(f"loss {first} to {last}")
         facts.append(f"{float(rows['samples'].sum()) / seconds:,.0f} samples/s, stalls included")
     stalls = [n.incident.stall_s for n in header.incidents if n.incident.stall_s is not None]
     longest = f", longest stall {max(stalls) * 1000:,.0f} ms" if stalls else ""
-    facts.append(f"{len(header.incidents)} incidents{longest}")
+    facts.append(f"{counted(len(header.incidents), 'incident')}{longest}")
     sheet.text(_MARGIN, 44, "   ·   ".join(facts), colour=palette.MUTED)
 
 
@@ -286,7 +292,7 @@ def _draw_membership(
             _draw_life(axes, lane, len(slots), seats, slot, now)
     for number, text in enumerate(texts):
         y = bottom - height + 15 * number
-        sheet.text(left + 10, y, text, size=11, colour=palette.MUTED)
+        sheet.text(left + 10, y, text, size=11, colour=palette.MUTED, room=right - left - 20)
 
 
 def _draw_life(axes: _Axes, lane: int, num: int, seats: fr.Table, slot: int, now: float) -> None:

@@ -58,6 +58,11 @@ class SyntheticRun:
         self._times: dict[str, list[float]] = {table: [] for table in fr.TABLES}
         self.incidents: list[Incident] = []
         self._build()
+        self._arrays = {
+            table: {column: np.array(values) for column, values in columns.items()}
+            for table, columns in self.tables.items()
+        }
+        self._when = {table: np.array(times) for table, times in self._times.items()}
 
     def _add(self, table: str, when: float, **values: float) -> None:
         self._times[table].append(when)
@@ -249,14 +254,14 @@ class SyntheticRun:
         is_snapshot = after < 0
         sent: dict[str, Any] = {}
         for table in fr.TABLES:
-            times = np.array(self._times[table])
+            times = self._when[table]
             chosen = (times > after) & (times <= now)
             if num_slots is not None and "slot" in self.tables[table]:
-                chosen &= np.array(self.tables[table]["slot"]) < num_slots
+                chosen &= self._arrays[table]["slot"] < num_slots
             if is_snapshot and table in ("buckets", "spans"):
                 chosen &= times > now - 10
             if chosen.any():
-                sent[table] = {c: np.array(v)[chosen] for c, v in self.tables[table].items()}
+                sent[table] = {c: v[chosen] for c, v in self._arrays[table].items()}
         header = self._header(now, after, seq, is_snapshot=is_snapshot)
         seats = header.world.seats[:num_slots]
         world = replace(header.world, seats=seats, size=len(seats))
@@ -264,7 +269,7 @@ class SyntheticRun:
         return fr.pack(replace(header, world=world, run=run), sent)
 
     def _header(self, now: float, after: float, seq: int, *, is_snapshot: bool) -> fr.Header:
-        rows = np.array(self.tables["rows"]["at"])
+        rows = self._arrays["rows"]["at"]
         step = int((rows <= now).sum())
         over = now >= self.length_s
         incidents = tuple(

@@ -129,14 +129,17 @@ def idle_share(told, step):
 
 
 def test_the_bubble_is_that_of_the_formula(together):
-    """Two ranks, four micro-batches, stages that sleep."""
+    """Two ranks, four micro-batches, stages that sleep; a busy machine only adds to it, so the
+    least of some steps counts."""
 
     def body(_):
-        make(Pipeline(2, "1f1b", 4), Sleeping).fit(2)
+        make(Pipeline(2, "1f1b", 4), Sleeping).fit(7)
         return RING.drain(4096).records
 
+    told = together(2, body)
     expected = schedules.named("1f1b").idle_share(2, 1, 4)
-    assert idle_share(together(2, body), 1) == pytest.approx(expected, abs=MAY_DIFFER)
+    least = min(idle_share(told, step) for step in range(1, 7))
+    assert least == pytest.approx(expected, abs=MAY_DIFFER)
 
 
 def test_a_slow_rank_is_slow(together):
@@ -150,7 +153,7 @@ def test_a_slow_rank_is_slow(together):
         trainer.fit(2)
         records = np.frombuffer(RING.drain(4096).records, RECORD)
         mine = records[(records["step"] == 1) & (records["kind"] == Kind.FORWARD)]
-        return float((mine["t1_ns"] - mine["t0_ns"]).mean()) * 1e-9, trainer._state.compute_s
+        return float((mine["t1_ns"] - mine["t0_ns"]).min()) * 1e-9, trainer._state.compute_s
 
     (usual, one), (slow, other) = together(2, body)
     with_rest_s = 3 * 4 * (FORWARD_S + BACKWARD_S)

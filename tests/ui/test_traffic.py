@@ -7,7 +7,7 @@ import json
 import pytest
 from synthetic import SETUP
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 LIMIT_MS = 60_000
 STATE_SETTING = "@jupyter-widgets/jupyterlab-manager:plugin"

@@ -118,7 +118,7 @@ def test_bokehjs_is_the_installed_packages_own_file():
     """A page is sent the very bytes of the installed package."""
     bokeh, views, figures = map(gzip.decompress, bd.bundle().buffers)
     assert bokeh == (bokehjs_path() / "js" / "bokeh.min.js").read_bytes()
-    assert views.endswith(b"export const { show } = _dashboard;\n")
+    assert views.endswith(b"export const { pictured, show } = _dashboard;\n")
     assert {"loss", "sync", "membership"} <= set(json.loads(figures))
 
 
@@ -128,7 +128,9 @@ def test_modules_import_only_what_comes_before_them():
         text = bd._text(f"{name}.js")
         imported = set(re.findall(r'from "\./(\w+)\.js"', text))
         assert imported <= set((*bd.MODULES, *bd.REPORT_MODULES)[:number]), name
-    assert not re.search(r"^(import|export (?!const \{ show))", bd.views_module(), re.MULTILINE)
+    assert not re.search(
+        r"^(import|export (?!const \{ pictured, show))", bd.views_module(), re.MULTILINE
+    )
 
 
 def test_views_fill_sources_that_figures_have():
@@ -181,6 +183,22 @@ def test_showing_pushes_code_and_frames_unasked(made, shows):
     assert data["text/plain"] == repr(dashboard) == db.TEXT
     assert data[db.WIDGET_VIEW]["model_id"] == dashboard.widget.own_model_id
     assert options["display_id"]
+
+
+def test_a_page_that_asks_early_is_answered_once(made, shows):
+    """One that is loaded again is; one that is being pushed to, or was heard since, is not."""
+    dashboard, feed, sent = made()
+    early = {"type": "hello", "view": "a", "is_early": True, "has_code": False}
+    dashboard._ipython_display_()
+    dashboard.hear(early)
+    assert (kinds(sent), feed.num_resyncs) == (["code"], 0)
+    dashboard.hear({"type": "ack", "view": "a", "seq": 1}, is_direct=True)
+    dashboard.hear(early)  # it had to wait for a cell
+    assert (kinds(sent), feed.num_resyncs) == (["code"], 0)
+    dashboard.hear({"type": "bye", "view": "a"})
+    dashboard.hear(early | {"view": "b", "has_code": True})
+    assert (kinds(sent), len(feed.subscribed)) == (["code"], 2)
+    assert len(shows) == 1
 
 
 def test_frames_end_with_the_last_page(made):
@@ -305,6 +323,22 @@ def test_the_end_of_frames_freezes_a_run_that_went_on(made, shows, freezes):
     feed.ended("the run is over")
     assert sent[0][0] == {"type": "ended", "text": "the run is over"}
     assert (len(shows) == 2) is freezes
+
+
+def test_a_run_that_is_over_is_shown_with_its_picture(made, shows):
+    """Live view and picture stand together: whoever has no widget any more shows the picture."""
+    dashboard, feed, sent = made(snapshot=b"a run", freezes=False)
+    feed.is_over = True
+    dashboard._ipython_display_()
+    ((data, options),) = shows
+    assert data[db.WIDGET_VIEW]["model_id"] == dashboard.widget.own_model_id
+    assert data["text/plain"] == db.TEXT
+    assert base64.b64decode(data["image/png"]) == b"a picture of a run"
+    assert options["metadata"] == {"image/png": {"width": WIDTH}}
+    assert kinds(sent) == ["code"]
+    dashboard.freeze()
+    (_, (frozen, _)) = shows
+    assert set(frozen) == {"text/plain", "image/png"}
 
 
 def test_a_page_that_comes_back_is_given_frames_again(made, shows):

@@ -79,7 +79,7 @@ def test_headlines_are_those_of_the_rows():
     """Steps, loss, median throughput, worlds, incidents and samples."""
     values = {fact.label: (fact.value, fact.detail) for fact in facts.headlines(make_story())}
     assert values["steps committed"] == ("30", "in 6.6 s")
-    assert values["loss"] == ("2.100", "from 5.000")
+    assert values["loss"] == ("2.10", "from 5.00")
     assert values["samples a second"] == ("80", "median; 480 samples")
     assert values["ranks"] == ("4", "3 to 4; 3 generations")
     assert values["incidents"] == ("2", "longest stall 600 ms")
@@ -169,12 +169,41 @@ def test_a_long_run_has_a_short_table():
 def test_each_chart_is_told_in_a_sentence():
     """The sentence has the chart's numbers, whatever they are."""
     story = make_story()
-    assert "from 5.000 to 2.100, lowest 2.100 at step 29. 2" in facts.describe(story, "loss")
+    assert "from 5.00 to 2.10, lowest 2.10 at step 29. 2" in facts.describe(story, "loss")
     assert "median 80, least 20 at step 10" in facts.describe(story, "throughput")
     assert "4 at first, 4 at last, 3 at least" in facts.describe(story, "world")
     assert facts.describe(empty_story(), "loss") == "No step was committed."
     lost = with_rows(loss=(slice(None), np.nan))
     assert "None of 30 steps has a value" in facts.describe(lost, "loss")
+    one = make_story(incidents=[incident()])
+    assert facts.describe(one, "world").endswith(" 1 incident is marked.")
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (2.6416, "2.64"),
+        (10.831, "10.8"),
+        (999.96, "1,000"),
+        (0.01234, "0.0123"),
+        (9.95e-7, "9.95e-7"),
+        (-123456.0, "-1.23e+5"),
+        (0.0, "0.00"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_a_loss_of_any_size_has_three_digits(loss, text):
+    """None is written as zero because it is small."""
+    assert facts.loss_text(loss) == text
+
+
+def test_one_thing_is_not_many():
+    """A number of things is said as one says it."""
+    assert [facts.counted(number, "rank") for number in (0, 1, 2)] == [
+        "0 ranks",
+        "1 rank",
+        "2 ranks",
+    ]
 
 
 # ---- palette

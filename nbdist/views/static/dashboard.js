@@ -4,7 +4,7 @@ import { Look } from "./charts.js";
 import { element, number } from "./format.js";
 import { Loss } from "./loss.js";
 import { Membership } from "./membership.js";
-import { Overview } from "./overview.js";
+import { Overview, summary } from "./overview.js";
 import { Ranks } from "./ranks.js";
 import { Store } from "./store.js";
 import { Sync } from "./sync.js";
@@ -17,6 +17,11 @@ const PANELS = /** @type {const} */ ({
   membership: Membership,
 });
 const GAP = 8;
+const LINE_PX = 22;
+/** Width of a picture of all charts, on the page. */
+const PICTURE_PX = 960;
+/** A chart that has been given its values is laid out, has its height changed, and is painted. */
+const SETTLING_FRAMES = 8;
 
 /** Implements `Shown` of types.d.ts. */
 class Dashboard {
@@ -80,8 +85,15 @@ class Dashboard {
 
   /** @param {import("./types").Frame} frame */
   take(frame) {
+    const isFirst = !this.store.header;
     this.store.take(frame);
+    if (isFirst) this.drawNumbers(); // at once: making charts takes longer than all else
     this.schedule();
+  }
+
+  drawNumbers() {
+    this.overview?.update(this.store);
+    this.ranks?.update(this.store);
   }
 
   /** At most once in an animation frame, and only while the page is looked at. */
@@ -95,8 +107,7 @@ class Dashboard {
 
   draw() {
     if (this.isDisposed || !this.seen.has(this.box)) return;
-    this.overview?.update(this.store);
-    this.ranks?.update(this.store);
+    this.drawNumbers();
     for (const panel of this.panels) if (this.seen.has(panel.root)) panel.update(this.store);
     const { missing = 0, dropped = 0, delayed = 0 } = this.store.header?.counters ?? {};
     const lost = Math.max(missing, dropped);
@@ -130,25 +141,46 @@ class Dashboard {
     for (const panel of this.panels) panel.setAge(text);
   }
 
-  /** All charts on one canvas. @returns {HTMLCanvasElement | null} */
-  picture() {
+  /**
+   * What is known, a note and all charts on one canvas, two beside one another.
+   * @param {string} note @returns {HTMLCanvasElement | null}
+   */
+  picture(note) {
     const { ground, text } = this.look;
     const parts = this.panels.map((panel) => panel.picture(ground, text));
     const canvases = parts.flatMap((part) => (part ? [part] : []));
-    if (!canvases.length) return null;
+    const pairs = canvases.flatMap((_, i) => (i % 2 ? [] : [canvases.slice(i, i + 2)]));
+    const gap = GAP * devicePixelRatio;
+    const lines = [...summary(this.store), note].filter(Boolean);
+    const head = 2 * gap + lines.length * LINE_PX * devicePixelRatio;
+    const wide = pairs.map((pair) => pair.reduce((sum, canvas) => sum + canvas.width + gap, gap));
+    const high = pairs.map((pair) => Math.max(...pair.map((canvas) => canvas.height)) + gap);
     const made = document.createElement("canvas");
-    made.width = Math.max(...canvases.map((canvas) => canvas.width));
-    made.height = canvases.reduce((sum, canvas) => sum + canvas.height + GAP, 0);
+    made.width = Math.max(PICTURE_PX * devicePixelRatio, ...wide);
+    made.height = head + high.reduce((sum, height) => sum + height, 0);
     const pen = made.getContext("2d");
     if (!pen) return null;
     pen.fillStyle = ground;
     pen.fillRect(0, 0, made.width, made.height);
-    let y = 0;
-    for (const canvas of canvases) {
-      pen.drawImage(canvas, 0, y);
-      y += canvas.height + GAP;
-    }
+    pen.fillStyle = text;
+    pen.textBaseline = "middle";
+    lines.forEach((line, i) => {
+      pen.font = `${i ? 400 : 600} ${(i ? 13 : 16) * devicePixelRatio}px system-ui, sans-serif`;
+      pen.fillText(line, 2 * gap, gap + (i + 0.5) * LINE_PX * devicePixelRatio, made.width - 4 * gap);
+    });
+    let y = head;
+    pairs.forEach((pair, i) => {
+      pair.forEach((canvas, j) => pen.drawImage(canvas, gap + j * (pair[0].width + gap), y));
+      y += high[i];
+    });
     return made;
+  }
+
+  /** Have all charts drawn, whether they are seen or not. */
+  async drawAll() {
+    await Promise.all(this.panels.map((panel) => panel.mount()));
+    for (const panel of this.panels) panel.update(this.store);
+    for (let i = 0; i < SETTLING_FRAMES; i++) await new Promise((next) => requestAnimationFrame(next));
   }
 
   dispose() {
@@ -170,4 +202,26 @@ class Dashboard {
  */
 export async function show(box, code, host) {
   return new Dashboard(box, code, host);
+}
+
+/**
+ * A picture of all charts, made where nobody sees it; `Code` of types.d.ts says of what.
+ * @param {import("./types").Code} code @param {import("./types").Host} host
+ * @param {import("./types").Shown | null} shown @param {import("./types").Frame[]} frames @param {string} note
+ */
+export async function pictured(code, { settings, order }, shown, frames, note) {
+  const box = document.body.appendChild(element("div", "nbdist nbdist-pictured"));
+  box.style.width = `${PICTURE_PX}px`;
+  const views = settings.views.filter((name) => name in PANELS);
+  const made = new Dashboard(box, code, { settings: { ...settings, views }, order });
+  try {
+    if (shown) made.store = shown.store;
+    for (const frame of frames) made.store.take(frame);
+    if (!made.store.header) return null;
+    await made.drawAll();
+    return made.picture(note);
+  } finally {
+    made.dispose();
+    box.remove();
+  }
 }

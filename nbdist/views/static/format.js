@@ -23,12 +23,15 @@ export function ms(seconds) {
   return number(value, value < 10 ? 2 : value < 100 ? 1 : 0);
 }
 
-/** A loss: enough digits to see it move. @param {number | null | undefined} value */
-export function lossText(value) {
+/**
+ * A loss, to so many digits that say something, by the rule of `facts.py`.
+ * @param {number | null | undefined} value @param {number} [digits]
+ */
+export function lossText(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
-  return Math.abs(value) >= 1000 || (Math.abs(value) < 0.001 && value !== 0)
-    ? value.toExponential(2)
-    : number(value, 3);
+  const text = value.toExponential(digits - 1);
+  const power = Number(text.slice(text.indexOf("e") + 1));
+  return value && (power < -3 || power > 4) ? text : number(value, Math.max(0, digits - 1 - power));
 }
 
 /** @param {number} bytes @returns {string} */

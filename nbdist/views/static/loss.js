@@ -7,6 +7,8 @@ import { Table } from "./store.js";
 /** @typedef {import("./store.js").Store} Store */
 
 const MAX_TABLE_ROWS = 60;
+/** Of a loss: one step differs little from the next. */
+const TABLE_DIGITS = 5;
 /** Shares of a chart's width and height that a marker with its number takes. */
 const MARK_WIDTH = 0.05;
 const MARK_DROP = 0.1;
@@ -119,7 +121,7 @@ export class Loss extends Panel {
     const places = [...Array(rows.length).keys()].filter((i) => i % stride === 0 || i === rows.length - 1);
     const texts = places.map((i) => [
       number(rows.get("step")[i]),
-      lossText(rows.get("loss")[i]),
+      lossText(rows.get("loss")[i], TABLE_DIGITS),
       number(rows.get("samples")[i]),
       number(rows.get("seconds")[i] * 1000),
       Number.isFinite(rows.get("lr")[i]) ? rows.get("lr")[i].toPrecision(3) : NONE,

@@ -1,6 +1,6 @@
 // The overview card: six numbers that say how the run stands.
 
-import { element, lossText, median, NONE, number, percent, size } from "./format.js";
+import { counted, element, lossText, median, ms, NONE, number, percent, size } from "./format.js";
 import { shares } from "./sync.js";
 import { verdict } from "./throughput.js";
 
@@ -15,6 +15,24 @@ export function pace(store) {
   const samples = store.rows.get("samples").slice(-RECENT_STEPS);
   const time = seconds.reduce((sum, s) => sum + s, 0);
   return time > 0 ? samples.reduce((sum, n) => sum + n, 0) / time : NaN;
+}
+
+/** How the run stands, in two lines. @param {Store} store @returns {string[]} */
+export function summary(store) {
+  const { world, run, rows, incidents } = store;
+  if (!world) return [];
+  const losses = rows.get("loss");
+  const stalls = [...incidents.values()].flatMap(({ stall_s }) => (stall_s === null ? [] : [stall_s]));
+  const longest = stalls.length ? `, longest stall ${ms(Math.max(...stalls))} ms` : "";
+  return [
+    run ? `${run.name || "run"}: ${run.state} after ${number(run.step)} of ${counted(run.target, "step")}` : "no run",
+    [
+      `${counted(world.world_size, "rank")}, generation ${world.generation}`,
+      ...(losses.length ? [`loss ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])}`] : []),
+      ...(losses.length ? [`${number(pace(store))} samples/s`] : []),
+      `${counted(incidents.size, "incident")}${longest}`,
+    ].join("   ·   "),
+  ];
 }
 
 export class Overview {

@@ -144,7 +144,8 @@ export class Panel {
     pen.fillStyle = ink;
     pen.font = `600 ${14 * devicePixelRatio}px system-ui, sans-serif`;
     pen.textBaseline = "middle";
-    pen.fillText(this.question, 10 * devicePixelRatio, head / 2);
+    const edge = 10 * devicePixelRatio;
+    pen.fillText(this.question, edge, head / 2, made.width - 2 * edge); // narrower rather than cut
     let y = head;
     for (const canvas of canvases) {
       pen.drawImage(canvas, 0, y);

@@ -1,6 +1,6 @@
 // A report's page: draws the run that the page itself holds. Asks nobody for anything.
 
-import { show } from "./dashboard.js";
+import { pictured, show } from "./dashboard.js";
 import { element } from "./format.js";
 import { unpackedBytes, unpackedFrame } from "./frame.js";
 
@@ -25,10 +25,10 @@ export async function open(Bokeh) {
   if (!frame || !place) return;
   Bokeh.set_log_level("error"); // it warns of charts without data, which have some a moment later
   const box = element("div", "nbdist");
-  const still = [...place.children];
+  const pictures = [...place.children];
   place.append(box);
   const host = { settings: told("nbdist-settings"), order: () => {} };
-  const code = { Bokeh, figures: told("nbdist-figures"), views: { show } };
+  const code = { Bokeh, figures: told("nbdist-figures"), views: { pictured, show } };
   const shown = await show(box, code, host);
   const reference = await held("nbdist-reference");
   if (reference) {
@@ -36,7 +36,7 @@ export async function open(Bokeh) {
     shown.compare(header.run?.run ?? "", tables.rows ?? {});
   }
   shown.take(unpackedFrame(new DataView(frame)));
-  for (const picture of still) picture.remove();
+  for (const picture of pictures) picture.remove();
   offerRecord();
   // Charts look up their colours again when the body's class changes.
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ({ matches }) => {

@@ -15,8 +15,20 @@ export type Message =
   | { type: "answer"; id: string; state: "taken" | "done" | "failed"; text: string };
 export interface Code {
   Bokeh: any;
-  views: { show(box: HTMLElement, code: Code, host: Host): Promise<Shown> };
+  views: {
+    show(box: HTMLElement, code: Code, host: Host): Promise<Shown>;
+    /** A picture of all charts, seen or not: of what is shown, or of frames that never were. */
+    pictured(code: Code, host: Host, shown: Shown | null, frames: Frame[], note: string): Promise<HTMLCanvasElement | null>;
+  };
   figures: Record<string, any>;
+}
+/** An output of the notebook that holds a widget. */
+export interface Held {
+  outputs: any;
+  output: any;
+  /** Of the kernel, where the run was over when it was shown. */
+  picture: string | undefined;
+  metadata: object;
 }
 export interface Host {
   settings: Settings;
@@ -37,11 +49,17 @@ export interface Shown {
   compare(title: string, rows: Columns): void;
   setAge(age: number): void;
   cut(): void;
-  picture(): HTMLCanvasElement | null;
+  /** What is known, a note, and the charts that are drawn, on one canvas. */
+  picture(note: string): HTMLCanvasElement | null;
+  store: any;
   dispose(): void;
   isOver: boolean;
 }
 export interface Early {
+  /** Of the view that takes them. */
+  id: string;
+  /** The kernel was asked for them. */
+  isAsked: boolean;
   frames: Frame[];
   /** A view has taken them; it is sent those that follow itself. */
   isOver: boolean;

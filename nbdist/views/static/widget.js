@@ -5,6 +5,7 @@
 // come as binary messages, which are never stored.
 
 import { unpacked, unpackedFrame } from "./frame.js";
+import { forget, keep, kept } from "./kept.js";
 
 /** @typedef {import("./types").Model} Model */
 /** @typedef {import("./types").Message} Message */
@@ -21,6 +22,15 @@ const STALE_AFTER_S = 3;
 const ASK_AFTER_S = 10;
 const ACK_EVERY = 4;
 const FREEZE_AFTER_MS = 300;
+/** A view that is on the page is rendered by then. */
+const RENDER_LIMIT_MS = 10_000;
+/** The kernel has answered by then, if it is idle. */
+const ANSWER_LIMIT_MS = 300;
+/** For the code, and for a picture of all charts; then what was seen has to do. */
+const FREEZE_LIMIT_MS = 4000;
+
+/** @param {number} limit_ms @returns {Promise<null>} */
+const after = (limit_ms) => new Promise((done) => setTimeout(() => done(null), limit_ms));
 
 /** Run a module from its text. @param {string} text @returns {Promise<any>} */
 async function imported(text) {
@@ -61,12 +71,14 @@ function slot(version) {
   return entry;
 }
 
-/** @param {string} version @param {DataView[]} buffers */
-function takeCode(version, buffers) {
+/** @param {string} version @param {DataView[]} buffers @param {boolean} [isNew] the tab does not keep it yet */
+function takeCode(version, buffers, isNew = true) {
   const entry = slot(version);
   if (entry.isLoading) return;
   entry.isLoading = true;
-  loaded(buffers).then(entry.resolve, entry.reject);
+  const loading = loaded(buffers);
+  loading.then(entry.resolve, entry.reject);
+  loading.then(() => isNew && keep(version, buffers), forget);
 }
 
 /**
@@ -88,8 +100,7 @@ async function channel(model, receive) {
   comm.onMsg = (/** @type {any} */ m) => receive(m.content.data, m.buffers ?? []);
   // Opened at once it would go to the main shell. `subshellStarted` never comes without subshells.
   const without = kernel.info.then(() => (kernel.supportsSubshells ? new Promise(() => {}) : 0));
-  const limit = new Promise((done) => setTimeout(done, OPEN_LIMIT_MS));
-  await Promise.race([comm.subshellStarted ?? 0, without, limit]);
+  await Promise.race([comm.subshellStarted ?? 0, without, after(OPEN_LIMIT_MS)]);
   comm.open({ widget: model.get("widget_id") });
   return {
     isDirect: Boolean(comm.subshellId),
@@ -102,40 +113,54 @@ async function channel(model, receive) {
 }
 
 /**
- * Put text and picture where outputs of the open notebook hold this widget. An update by display id
- * reaches only pages that saw the display itself, not one that was loaded again.
- * @param {Model} model @param {string} picture base64 @param {object} metadata
- * @returns {number} how many were replaced
+ * Outputs of the open notebook that hold this widget. An update by display id reaches only pages
+ * that saw the display itself, not one that was loaded again.
+ * @param {Model} model @returns {import("./types").Held[]}
  */
-function replaceOutputs(model, picture, metadata) {
+function held(model) {
   const cells = model.widget_manager?.context?.model?.cells;
-  let replaced = 0;
+  const found = [];
   for (let i = 0; i < (cells?.length ?? 0); i++) {
     const outputs = cells.get(i).outputs;
     for (let j = 0; j < (outputs?.length ?? 0); j++) {
-      const view = outputs.get(j).toJSON().data?.["application/vnd.jupyter.widget-view+json"];
-      if (view?.model_id !== model.get("own_model_id")) continue;
-      const data = { "text/plain": model.get("text"), "image/png": picture };
-      outputs.set(j, { output_type: "display_data", data, metadata });
-      replaced++;
+      const output = outputs.get(j);
+      const { data, metadata } = output.toJSON();
+      if (data?.["application/vnd.jupyter.widget-view+json"]?.model_id !== model.get("own_model_id")) continue;
+      found.push({ outputs, output, picture: data["image/png"], metadata });
     }
   }
-  return replaced;
+  return found;
 }
 
 /**
- * Only listens: anywidget delivers nothing before it returns, and gives up for ever after 2 s.
+ * Put text and picture there, unless something else has come there since.
+ * @param {Model} model @param {import("./types").Held} place @param {string} picture base64 @param {object} metadata
+ */
+function replace(model, { outputs, output }, picture, metadata) {
+  const data = { "text/plain": model.get("text"), "image/png": picture };
+  for (let j = 0; j < outputs.length; j++) {
+    if (outputs.get(j) === output) return outputs.set(j, { output_type: "display_data", data, metadata });
+  }
+}
+
+const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+
+/**
+ * Listens, and asks: anywidget delivers nothing before it returns, and gives up for ever after 2 s,
+ * so nothing is waited for.
  * @param {{model: Model}} props
  */
 function initialize({ model }) {
+  const version = model.get("version");
   /** @type {Early} */
-  const early = { frames: [], isOver: false };
+  const early = { id: newId(), frames: [], isOver: false, isAsked: false };
   PAGE.early.set(model.get("widget_id"), early);
   model.on("msg:custom", (/** @type {Message} */ message, /** @type {DataView[]} */ buffers) => {
     if (message.type === "code") takeCode(message.version, buffers);
     else if (message.type === "freeze") {
       // The update by display id has the first chance: it also reaches the kernel's own record.
-      setTimeout(() => replaceOutputs(model, message.picture, message.metadata), FREEZE_AFTER_MS);
+      const freeze = () => held(model).forEach((place) => replace(model, place, message.picture, message.metadata));
+      setTimeout(freeze, FREEZE_AFTER_MS);
     } else if (message.type === "frame" && !early.isOver) {
       const frame = unpackedFrame(buffers[0]);
       if (frame.header.kind === "snapshot") early.frames = [frame];
@@ -143,6 +168,18 @@ function initialize({ model }) {
       if (early.frames.length > MAX_EARLY) early.frames = [];
     }
   });
+  const known = slot(version).isLoading ? null : kept(version);
+  if (known) takeCode(version, known, false);
+  // A page that is loaded again has seen no display: it asks before it has a place to draw in. What
+  // is not in its notebook will not be rendered, and what is far out of sight may not be.
+  if (!held(model).length) return;
+  early.isAsked = true;
+  model.send({ type: "hello", view: early.id, is_early: true, has_code: slot(version).isLoading });
+  setTimeout(() => {
+    if (early.isOver) return;
+    early.frames = [];
+    model.send({ type: "bye", view: early.id });
+  }, RENDER_LIMIT_MS);
 }
 
 /** One view of the widget on the page. */
@@ -151,7 +188,8 @@ class View {
   constructor({ model, el, signal }) {
     this.model = model;
     this.signal = signal;
-    this.id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+    const early = PAGE.early.get(model.get("widget_id"));
+    this.id = early && !early.isOver ? early.id : newId();
     this.box = el.appendChild(document.createElement("div"));
     this.box.className = "nbdist";
     this.status = this.box.appendChild(document.createElement("div"));
@@ -165,6 +203,11 @@ class View {
     /** Why a frame cannot be read. */ this.refused = "";
     this.seq = -1;
     this.isLoading = false;
+    /** @type {() => void} */ this.arrived = () => {};
+    /** A frame has come. */ this.first = new Promise((/** @type {(value?: unknown) => void} */ done) => (this.arrived = done));
+    /** Charts without data are made while the kernel answers. */
+    this.making = this.make();
+    this.making.catch(() => {}); // whoever waits for it says so
     /** @type {import("./types").Channel | null} */ this.channel = null;
     this.counts = { frames: 0, gaps: 0, snapshots: 0 };
   }
@@ -173,9 +216,11 @@ class View {
     const { model, signal } = this;
     const opening = channel(model, (message, buffers) => this.receive(message, buffers));
     const early = PAGE.early.get(model.get("widget_id"));
+    const isAsked = early?.isAsked && !early.isOver;
     for (const frame of early?.frames.splice(0) ?? []) this.takeFrame(frame);
     if (early) early.isOver = true;
     this.channel = await opening;
+    if (isAsked && this.seq < 0) await Promise.race([this.first, after(ANSWER_LIMIT_MS)]);
     if (signal.aborted) {
       this.send({ type: "bye", is_removed: true });
       return this.channel.close();
@@ -245,9 +290,21 @@ class View {
     this.seen = performance.now();
     this.ended = "";
     this.counts.frames++;
+    this.arrived();
     this.waiting.push(frame);
     if (kind === "snapshot" || seq % ACK_EVERY === 0) this.send({ type: "ack", seq });
     void this.catchUp();
+  }
+
+  async make() {
+    const code = await slot(this.model.get("version")).ready;
+    await this.onScreen(); // BokehJS must not be laid out at size 0
+    if (this.signal.aborted) return;
+    this.shown = await code.views.show(this.box, code, {
+      settings: this.model.get("settings"),
+      order: (/** @type {object} */ order) => this.send({ type: "order", ...order }),
+    });
+    this.box.prepend(this.status);
   }
 
   /** Give the views what has come; one at a time, since the code may have to be waited for. */
@@ -255,17 +312,8 @@ class View {
     if (this.isLoading) return;
     this.isLoading = true;
     try {
-      if (!this.shown) {
-        const code = await slot(this.model.get("version")).ready;
-        await this.onScreen(); // BokehJS must not be laid out at size 0
-        if (this.signal.aborted) return;
-        this.shown = await code.views.show(this.box, code, {
-          settings: this.model.get("settings"),
-          order: (/** @type {object} */ order) => this.send({ type: "order", ...order }),
-        });
-        this.box.prepend(this.status);
-      }
-      for (const frame of this.waiting.splice(0)) this.shown.take(frame);
+      await this.making;
+      for (const frame of this.shown ? this.waiting.splice(0) : []) this.shown?.take(frame);
       this.tick();
     } catch (error) {
       this.status.textContent = `nbdist: cannot be drawn: ${error}`;
@@ -295,13 +343,18 @@ class View {
     return this.shown?.isOver ?? this.waiting.some((frame) => !frame.header.is_live);
   }
 
+  /** Why nothing new will come. */
+  get note() {
+    return `${this.lost}; these are the last values`;
+  }
+
   /** Say how old the data is. */
   tick() {
     const { age, isOver } = this;
     const isStale = Boolean(this.lost) || (!isOver && this.seen > 0 && age > STALE_AFTER_S);
     let text = "live";
     if (this.refused) text = this.refused;
-    else if (this.lost) text = `${this.lost}; these are the last values`;
+    else if (this.lost) text = this.note;
     else if (!this.seen) text = this.ended || "waiting for the kernel";
     else if (isOver) text = "the run is over";
     else if (isStale) text = `no data for ${Math.round(age)} s${this.ended && `: ${this.ended}`}`;
@@ -319,7 +372,7 @@ class View {
       this.lost = why;
       this.tick();
       this.shown?.cut();
-      this.freeze();
+      void this.freeze();
     };
     model.on("comm_live_update", () => lose("the kernel was restarted"));
     const session = model.widget_manager?.context?.sessionContext;
@@ -341,12 +394,33 @@ class View {
     });
   }
 
-  freeze() {
-    const picture = this.shown?.picture(); // at once: the view may be removed with its model
+  /** A picture in the place of this view: the kernel's of a run that is over, else one drawn here. */
+  async freeze() {
+    const { model } = this;
+    const places = held(model); // at once, and so is this: the view may be removed with its model
+    const seen = this.shown?.picture(this.note) ?? null;
+    await after(0);
+    const bare = places.filter((place) => !place.picture);
+    for (const place of places) if (place.picture) replace(model, place, place.picture, place.metadata);
+    const picture = bare.length ? await this.wholePicture(seen) : null;
     if (!picture) return;
-    const width = Math.round(picture.width / devicePixelRatio);
+    const metadata = { "image/png": { width: Math.round(picture.width / devicePixelRatio) } };
     const data = picture.toDataURL("image/png").split(",")[1];
-    setTimeout(() => replaceOutputs(this.model, data, { "image/png": { width } }), 0);
+    for (const place of bare) replace(model, place, data, metadata);
+  }
+
+  /**
+   * Of all charts, also those that were never seen. A hidden page draws nothing: there it is what was
+   * seen, and where nothing was, it waits to be looked at.
+   * @param {HTMLCanvasElement | null} seen @returns {Promise<HTMLCanvasElement | null>}
+   */
+  async wholePicture(seen) {
+    const code = await Promise.race([slot(this.model.get("version")).ready, after(FREEZE_LIMIT_MS)]);
+    if (!code || (document.hidden && seen)) return seen;
+    while (document.hidden) await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
+    const host = { settings: this.model.get("settings"), order: () => {} };
+    const drawing = code.views.pictured(code, host, this.shown, this.waiting, this.note);
+    return (await Promise.race([drawing.catch(() => null), after(FREEZE_LIMIT_MS)])) ?? seen;
   }
 }
 
