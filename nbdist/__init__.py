@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers only; at run time __getattr__ loads what 
     from nbdist.session.cluster import Cluster
     from nbdist.session.outputs import CellResult
     from nbdist.session.start import current, start
+    from nbdist.train.estimates import estimate
 
 __all__ = [
     "CellFailed",
@@ -59,6 +60,7 @@ __all__ = [
     "WrongState",
     "__version__",
     "current",
+    "estimate",
     "load_ipython_extension",
     "start",
     "unload_ipython_extension",
@@ -68,6 +70,7 @@ _LATE = {
     "CellResult": "nbdist.session.outputs",
     "Cluster": "nbdist.session.cluster",
     "current": "nbdist.session.start",
+    "estimate": "nbdist.train.estimates",
     "start": "nbdist.session.start",
 }
 """Public name -> the module that has it."""

@@ -3,13 +3,15 @@
 They are unbound from the old group and bound to the new. The objects keep their identity,
 parameters and hooks. What is rebuilt is the part that holds the group: the reducer, on every rank
 in every generation, since ranks whose reducers have different bucket layouts end one another's
-processes. Rebuilding goes through the class's own unpickling, which does exactly that.
+processes. Rebuilding goes through the class's own unpickling, which does exactly that. What else
+holds the default group lets go of it here, and finds the next one by itself.
 """
 
 from __future__ import annotations
 
 import gc
-from typing import Any, NoReturn
+import weakref
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -20,12 +22,29 @@ _init = DistributedDataParallel.__init__
 _detached: list[DistributedDataParallel] = []
 
 
+class Holder(Protocol):
+    """Something of ours that holds the default group, and gets the next one by itself."""
+
+    def let_go(self) -> None:
+        """The group is about to be left: hold it no longer."""
+
+
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch(holder: Holder) -> None:
+    """Have it told each time that the group is left."""
+    _holders.add(holder)
+
+
 def detach_all() -> None:
     """Let go of the present groups.
 
     Models on a group of the user's own cannot come back by themselves.
     """
     _detached.clear()
+    for holder in list(_holders):
+        holder.let_go()
     for model in _models():
         state = model.__dict__
         if state.get("process_group") is None:  # retired

@@ -3,19 +3,24 @@
 Loads torch. Works in engines, and without them in a script under torchrun.
 """
 
+from nbdist.train.estimates import Estimate, estimate
 from nbdist.train.evaluate import Evaluate
 from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
 from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.pipeline import Pipeline
+from nbdist.train.strategies.sharded import Sharded
 from nbdist.train.trainer import Trainer
 
 __all__ = [
     "GPT",
     "DataParallel",
+    "Estimate",
     "Evaluate",
     "GPTConfig",
     "Pipeline",
+    "Sharded",
     "Trainer",
     "bench_model",
+    "estimate",
     "next_token_loss",
 ]

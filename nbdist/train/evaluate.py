@@ -108,6 +108,9 @@ class Evaluator:
                 for part in self._parts(*exchange.place):
                     batch = to_device(self._fetch(part), device)
                     self._add(totals, model, exchange, batch, float(len(part.indices)))
+                for part in self._idle_parts(exchange):
+                    batch = to_device(self._fetch(part), device)
+                    self._add(torch.zeros_like(totals), model, exchange, batch, 1.0)
         finally:
             for module in training:
                 module.training = True
@@ -125,6 +128,14 @@ class Evaluator:
                 for start in range(0, len(indices), self._batch)
             )
         ]
+
+    def _idle_parts(self, exchange: Exchange) -> list[Part]:
+        """Passes that count for nothing, where all ranks must make as many as the busiest."""
+        if not exchange.is_lockstep:
+            return []
+        place, num_places = exchange.place
+        num = len(self._parts(0, num_places)) - len(self._parts(place, num_places))
+        return [Part(0, 0, np.arange(1))] * num
 
     def _fetch(self, part: Part) -> Any:
         ((_, batch),) = self._loader.batches(0, lambda _step: [part])

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -22,6 +25,21 @@ def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Of the parameters in each of the optimizer's groups, in its order."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def gathering(module: nn.Module) -> Gathered:
+    """What gathers the state of this part of a model."""
+    buffers = [name for name, _ in module.named_buffers()]
+    rows = rows_of(module)
+    if rows is not None:
+        return GatheredRows(rows, buffers)
+    return Gathered([name for name, _ in module.named_parameters()], buffers)
+
+
+def rows_of(module: nn.Module) -> Mapping[str, slice] | None:
+    """Name -> which rows of the whole parameter a part has; None where it has parameters whole."""
+    rows: Mapping[str, slice] | None = getattr(module, "rows", None)
+    return rows if isinstance(rows, dict) else None
 
 
 class Gathered:
@@ -86,3 +104,43 @@ class Gathered:
             **self._rest,
             "optimizer": {"state": moments, "param_groups": param_groups},
         }
+
+
+class GatheredRows(Gathered):
+    """The same where a part is some rows of each parameter; states come in the order of rows.
+
+    Args:
+        rows: name -> which of the whole parameter.
+        buffers: names.
+    """
+
+    def __init__(self, rows: Mapping[str, slice], buffers: Iterable[str]) -> None:
+        super().__init__(rows, buffers)
+        self._rows = rows
+
+    def add(self, state: dict[str, Any]) -> None:
+        """One more state: of other rows of each parameter, which come after those before."""
+        parameters, optimizer = state["parameters"], state["optimizer"]
+        crops = {
+            name: slice(max(0, rows.start - start), max(0, rows.stop - start))
+            for name, rows in self._rows.items()
+            for start in [state["starts"][name]]
+        }
+        had = self._tensors["parameters"]
+        moments = dict(optimizer["state"])
+        for names, group in zip(state["groups"], optimizer["param_groups"], strict=True):
+            for name, number in zip(names, group["params"], strict=True):
+                if name in crops and number in moments:
+                    shape, before = parameters[name].shape, self._moments.get(name, {})
+                    moments[number] = {
+                        key: _joined(before.get(key), value[crops[name]])
+                        if isinstance(value, Tensor) and value.dim() and value.shape == shape
+                        else value
+                        for key, value in moments[number].items()
+                    }
+        joined = {n: _joined(had.get(n), parameters[n][crop]) for n, crop in crops.items()}
+        super().add({**state, "parameters": joined, "optimizer": {**optimizer, "state": moments}})
+
+
+def _joined(before: Tensor | None, rows: Tensor) -> Tensor:
+    return rows.clone() if before is None else torch.cat([before, rows])

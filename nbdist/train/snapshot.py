@@ -17,7 +17,7 @@ import torch
 
 from nbdist.engine.digests import fingerprint
 from nbdist.protocol import values
-from nbdist.train.parting import Gathered, names_by_group
+from nbdist.train.parting import gathering, names_by_group, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -141,7 +141,9 @@ class Whole:
         """The whole state, as torch writes it to files."""
         state, file = self._state, io.BytesIO()
         groups = names_by_group(state.module, state.optimizer)
-        torch.save({**whole(state), "groups": groups}, file)
+        rows = rows_of(state.module)
+        starts = None if rows is None else {name: its.start for name, its in rows.items()}
+        torch.save({**whole(state), "groups": groups, "starts": starts}, file)
         return file.getvalue()
 
     def take_back(self, data: bytes) -> None:
@@ -155,8 +157,7 @@ class Whole:
             module: the part; optimizer and scheduler are made anew for it.
             copies: none: everything is as it was made. Gone through before anything is changed.
         """
-        buffers = [name for name, _ in module.named_buffers()]
-        gathered = Gathered((name for name, _ in module.named_parameters()), buffers)
+        gathered = gathering(module)
         for data in copies:
             gathered.add(_read(data))
         state = self._state

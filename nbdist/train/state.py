@@ -142,6 +142,8 @@ class State:
         if num == 0:
             return [Part(step, len(batch), batch[:1])]
         num_parts = min(self.recipe.accumulate, num)
+        if self.exchange.is_lockstep:  # as many as the rank with the smallest share can
+            num_parts = min(num_parts, max(1, len(batch) // self.exchange.place.num_places))
         cuts = [share(num, i, num_parts) for i in range(num_parts)]
         own = batch[mine]
         return [Part(step, mine.start + cut.start, own[cut]) for cut in cuts]

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from little import FEATURES, WIDTH, build, dataset, far, gpt, right, text, token_loss
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
 from nbdist.errors import RecoveryFailed, WrongState
 from nbdist.train import (
-    GPT,
     DataParallel,
     Evaluate,
-    GPTConfig,
     Pipeline,
     Trainer,
     next_token_loss,
@@ -19,7 +17,6 @@ from nbdist.train import (
 from nbdist.train.randomness import seeded
 from nbdist.train.sampling import Sampling
 
-FEATURES, CLASSES, WIDTH = 12, 5, 24
 CASES = {
     "gpipe": (2, 2),
     "1f1b": (2, 2),
@@ -30,18 +27,6 @@ CASES = {
     "dualpipev": (4, 2),
 }
 """Stages and ranks."""
-
-
-def build():
-    layers = [nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.GELU())]
-    layers += [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
-
-
-def dataset(num=96):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(num, FEATURES, generator=generator)
-    return TensorDataset(inputs, torch.randint(0, CLASSES, (num,), generator=generator))
 
 
 def make(strategy, **changes):
@@ -119,11 +104,6 @@ def gradient(together, num, strategy, **changes):
     return {name: grad for name, (_, grad) in held.items()}
 
 
-def far(one, other):
-    assert set(one) == set(other)
-    return max(abs(one[name] - other[name]).max() / abs(other[name]).max() for name in other)
-
-
 def test_looped_bfs_adds_up_in_another_order(together):
     """Its backward passes go from the last micro-batch to the first: equal within 1e-8."""
     one = gradient(together, 1, Pipeline(4, "looped-bfs", 8))
@@ -148,12 +128,6 @@ def test_the_gradient_is_that_of_the_whole_batch(together, changes):
 
     expected = together(1, whole)[0]
     assert far(gradient(together, 2, Pipeline(2, "1f1b", 4), **changes), expected) <= 1e-6
-
-
-def token_loss(output, target):
-    """Sum and count over the samples that count."""
-    valid = target >= 2
-    return functional.cross_entropy(output[valid], target[valid], reduction="sum"), valid.sum()
 
 
 def test_tokens_count_alike_in_every_micro_batch(together):
@@ -225,10 +199,6 @@ def test_short_batches_and_evaluations(together):
     assert len(metrics) == 2
 
 
-def right(output, target):
-    return (output.argmax(1) == target).float().mean()
-
-
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv", "dualpipev"])
 def test_every_schedule_evaluates(together, schedule):
     """Also those that split backward passes, and between two steps."""
@@ -241,16 +211,6 @@ def test_every_schedule_evaluates(together, schedule):
     (expected,) = together(1, body)
     for got in together(2, body):
         assert got == pytest.approx(expected, rel=1e-6)
-
-
-def gpt(tied):
-    return lambda: GPT(GPTConfig(num_layers=2, num_heads=2, width=32, context=16, tied=tied))
-
-
-def text():
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, 256, (64, 17), generator=generator)
-    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
 @pytest.mark.parametrize("tied", [False, True])

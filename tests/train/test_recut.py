@@ -1,4 +1,4 @@
-"""A pipeline whose group has another size is cut anew, and trains on from what is known of all."""
+"""A model whose group has another size is cut anew, and trains on from what is known of all."""
 
 from datetime import timedelta
 
@@ -10,7 +10,15 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from nbdist.errors import RecoveryFailed
-from nbdist.train import GPT, GPTConfig, Pipeline, Trainer, next_token_loss
+from nbdist.train import (
+    GPT,
+    DataParallel,
+    GPTConfig,
+    Pipeline,
+    Sharded,
+    Trainer,
+    next_token_loss,
+)
 
 FEATURES, CLASSES, WIDTH = 12, 5, 24
 GROUP_TIMEOUT = timedelta(seconds=20)
@@ -157,6 +165,33 @@ def test_a_weight_at_both_ends_stays_one(follow, together):
     assert outcomes[0][0] == outcomes[2][0] == dict(enumerate(expected))
 
 
+ROWS = {
+    "one of four is lost": [((0, 1, 2, 3), 8), ((0, 1, 3), 14)],
+    "one is left": [((0, 1), 8), ((1,), 14)],
+    "some join": [((0, 1), 8), ((0, 1, 2), 14)],
+    "one is not alone any more": [((0,), 8), ((0, 1), 14)],
+    "back again": [((0, 1, 2), 8), ((0, 2), 12), ((0, 1, 2), 18)],
+    "nobody has trained": [((0, 1, 2), 0), ((0, 1), 8)],
+}
+
+
+def rows(copy_every=3):
+    return gpt(Sharded(copy_every=copy_every))
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_are_cut_anew_for_those_that_are_there(follow, together, case):
+    """The curve is that of one process, with what the optimizer keeps of each row."""
+    script = ROWS[case]
+    expected = together(1, lambda _: gpt(DataParallel()).fit(script[-1][1])["loss"].tolist())[0]
+    outcomes = follow(script, rows)
+    for number in script[-1][0]:
+        losses, _ = outcomes[number]
+        for step, loss in losses.items():
+            assert loss == pytest.approx(expected[step], rel=1e-5)
+        assert set(losses) >= set(range(script[-2][1], script[-1][1]))
+
+
 OWN = {rank: [f"{rank}{kind}{i}" for kind in "FB" for i in range(3)] for rank in range(3)}
 
 
@@ -177,6 +212,11 @@ OWN = {rank: [f"{rank}{kind}{i}" for kind in "FB" for i in range(3)] for rank in
             [((0, 1, 2), 4), ((0, 2), 8)],
             lambda: Pipeline(3, OWN, 3, copy_every=3),
             "cannot be cut anew for the 2 ranks .* schedule",
+        ),
+        (
+            [((0, 1, 2, 3), 4), ((0, 1), 8)],
+            lambda: Sharded(copy_every=3),
+            r"rows of ranks 2, 3 of 4 were lost with the weights of step 4",
         ),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.train.parting import Gathered, names_by_group
+from nbdist.train.parting import Gathered, GatheredRows, names_by_group
 
 
 def build(names):
@@ -71,3 +71,44 @@ def numbers(state):
     """Pairs of a parameter's name and its number in the optimizer."""
     for names, group in zip(state["groups"], state["optimizer"]["param_groups"], strict=True):
         yield from zip(names, group["params"], strict=True)
+
+
+def some_rows(start, stop, lr):
+    """The state of a rank that has these rows of a parameter of ten, and has made a step."""
+    part = nn.ParameterDict({"a": nn.Parameter(torch.arange(float(start), stop))})
+    optimizer = torch.optim.AdamW(part.named_parameters(), lr=lr)
+    part["a"].grad = torch.arange(float(start), stop)
+    optimizer.step()
+    return {
+        "parameters": dict(part.named_parameters()),
+        "buffers": {},
+        "optimizer": optimizer.state_dict(),
+        "groups": names_by_group(part, optimizer),
+        "starts": {"a": start},
+        "counters": {"step": 1},
+        "scheduler": None,
+        "registered": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("had", "wanted"),
+    [
+        ([(0, 4), (4, 8), (8, 10)], (3, 9)),
+        ([(0, 5), (5, 10)], (0, 10)),
+        ([(0, 10)], (5, 10)),
+        ([(0, 5), (5, 10), (10, 10)], (10, 10)),
+        ([(3, 9)], (3, 9)),
+    ],
+)
+def test_rows_come_out_of_the_rows_of_others(had, wanted):
+    """Just those that are wanted, each with its own moments; a count of steps stays one number."""
+    gathered = GatheredRows({"a": slice(*wanted)}, [])
+    for start, stop in had:
+        gathered.add(some_rows(start, stop, 0.1))
+    expected = some_rows(*wanted, 0.1)
+    state = gathered.state([["a"]], expected["optimizer"])
+    assert torch.equal(state["parameters"]["a"], expected["parameters"]["a"])
+    moments, its = state["optimizer"]["state"][0], expected["optimizer"]["state"][0]
+    assert all(torch.equal(moments[key], its[key]) for key in its)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.1

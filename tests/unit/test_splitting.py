@@ -108,6 +108,30 @@ def test_each_rank_has_its_part_of_the_whole(tied):
     assert parts[0].shared == ({"token_embedding.weight": (0, 2)} if tied else {})
 
 
+class Written(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.tensor([1.0, 2.0]))
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor([3.0]))
+
+
+def test_numbers_that_are_written_down_in_a_model():
+    """`torch.tensor(…)` leaves no trace where there is no memory, and must not shift the rest."""
+
+    def model():
+        return nn.Sequential(Written(), nn.Linear(8, 8))
+
+    with seeded(3, torch.device("cpu")):
+        whole = model()
+    whole = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    for rank in range(2):
+        part = held(rank, model=model, owners=(0, 1))
+        tensors = [*part.named_parameters(), *part.named_buffers()]
+        assert tensors
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors)
+
+
 def test_what_other_ranks_hold_has_no_memory_here(monkeypatch):
     """While the model is made, too: at most one tensor beside the wanted ones at a time."""
     made = []

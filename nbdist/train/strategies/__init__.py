@@ -6,5 +6,15 @@ Runs in the engine's main thread.
 from nbdist.train.strategies.base import Exchange, Place, Strategy, Summed, Turn
 from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.pipeline import Pipeline
+from nbdist.train.strategies.sharded import Sharded
 
-__all__ = ["DataParallel", "Exchange", "Pipeline", "Place", "Strategy", "Summed", "Turn"]
+__all__ = [
+    "DataParallel",
+    "Exchange",
+    "Pipeline",
+    "Place",
+    "Sharded",
+    "Strategy",
+    "Summed",
+    "Turn",
+]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Place(NamedTuple):
     """Which part of a batch a rank takes, of how many.
 
-    Ranks that take different parts hold the same part of the model.
+    Ranks that take different parts compute with the same model, or part of it.
     """
 
     at: int
@@ -128,6 +128,8 @@ class Exchange(Protocol):
 
     place: Place
     """In the present group."""
+    is_lockstep: bool
+    """A pass through the model needs all ranks: each makes as many as the others."""
 
     def fits(self, rank: int, world_size: int) -> bool:
         """Whether what this rank holds is what it should hold in a group of this size.

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
+_WRITTEN_DOWN = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor(…)` does for real, and not without memory: its places would be others."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """As malloc.h has them."""
 _SPARED_FROM_BYTES = 128 << 10
@@ -59,7 +61,7 @@ def build(make: Callable[[], nn.Module], made: Outline, wanted: Iterable[Tensor]
     Raises:
         ValueError: a wanted tensor is computed from one that is not.
     """
-    keep = {made.place(tensor) for tensor in wanted}
+    keep = {place for tensor in wanted if (place := made.place(tensor)) is not None}
     with _given_back(), _Sparing(made.lasting - keep, keep):
         return make()
 
@@ -72,16 +74,19 @@ def _given_back() -> Iterator[None]:
     so they would add up to the whole model. Afterwards it keeps them up to the size to which it
     would have come by itself.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        yield
-        return
-    mallopt(_M_MMAP_THRESHOLD, _SPARED_FROM_BYTES)
+    keep_freed(_SPARED_FROM_BYTES)
     try:
         yield
     finally:
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_UP_TO_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_UP_TO_BYTES)
+        keep_freed(_KEPT_UP_TO_BYTES)
+
+
+def keep_freed(up_to_bytes: int) -> None:
+    """Blocks of memory that are larger go back to the system when they are freed."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # it is glibc
+        mallopt(_M_MMAP_THRESHOLD, up_to_bytes)
+        mallopt(_M_TRIM_THRESHOLD, 2 * up_to_bytes)
 
 
 class _Watched(TorchDispatchMode):
@@ -93,9 +98,9 @@ class _Watched(TorchDispatchMode):
         self._held: list[Any] = []
         """All of it, so that an address stands for one."""
 
-    def place(self, tensor: Tensor) -> int:
-        """The number of the memory that a tensor is in."""
-        return self._places[_key(tensor.untyped_storage())]
+    def place(self, tensor: Tensor) -> int | None:
+        """The number of the memory that a tensor is in; None: of one that was written down."""
+        return self._places.get(_key(tensor.untyped_storage()))
 
     def _number(self, storages: list[Any]) -> None:
         for storage in storages:
@@ -116,12 +121,14 @@ class Outline(_Watched):
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        self._number(_storages(result))
+        if function is not _WRITTEN_DOWN:
+            self._number(_storages(result))
         return result
 
     def note(self, module: nn.Module) -> None:
         """This is what was made."""
-        self.lasting = {self.place(tensor) for tensor in _state(module)}
+        places = (self.place(tensor) for tensor in _state(module))
+        self.lasting = {place for place in places if place is not None}
 
 
 class _Sparing(_Watched):
@@ -138,6 +145,8 @@ class _Sparing(_Watched):
     def __torch_dispatch__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if function is _WRITTEN_DOWN:
+            return function(*args, **(kwargs or {}))
         before = {_key(s): s for s in _storages((args, kwargs))}
         for key in before.keys() & self._sizes.keys():
             before[key].resize_(self._sizes[key])

@@ -66,7 +66,8 @@ class DataParallel:
 
     is_replicated: ClassVar[bool] = True
     relief: ClassVar[str] = (
-        "Every rank holds the whole model: strategy=Pipeline(stages) has each hold a part of it. "
+        "Every rank holds the whole model: strategy=Pipeline(stages) has each hold a part of it, "
+        "strategy=Sharded() some rows of each parameter. "
         "Where it is the batch that is too large, accumulate=n goes through it in n parts"
     )
 
@@ -123,6 +124,8 @@ class DataParallel:
 
 class Replicas:
     """Sums gradients over the ranks, each of which holds a replica."""
+
+    is_lockstep = False
 
     def __init__(self, settings: DataParallel, module: nn.Module, num_votes: int) -> None:
         self.place = Place(0, 1)

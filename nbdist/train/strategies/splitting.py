@@ -161,12 +161,11 @@ def _operations(blocks: Sequence[nn.Module], sample: Any) -> list[float]:
     """Of a forward pass, block by block; all 0 where they cannot be run without memory."""
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - slow, and seldom wanted
 
-    value, counted = _without_memory(sample), []
+    value, counted = without_memory(sample), []
     try:
         for block in blocks:
-            is_bare = all(p.is_meta for p in [*block.parameters(), *block.buffers()])
             with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
-                value = (block if is_bare else copy.deepcopy(block).to("meta"))(value)
+                value = bare(block)(value)
             counted.append(float(counter.get_total_flops()))
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         # What a user's block does with a tensor without values is not known; bytes are.
@@ -174,11 +173,19 @@ def _operations(blocks: Sequence[nn.Module], sample: Any) -> list[float]:
     return counted
 
 
-def _without_memory(value: Any) -> Any:
+def bare(block: nn.Module) -> nn.Module:
+    """The same without memory."""
+    if all(tensor.is_meta for tensor in [*block.parameters(), *block.buffers()]):
+        return block
+    return copy.deepcopy(block).to("meta")
+
+
+def without_memory(value: Any) -> Any:
+    """The same input, of which only shapes are left."""
     if isinstance(value, Tensor):
         return value.to("meta")
     if isinstance(value, (list, tuple)):
-        return tuple(_without_memory(item) for item in value)
+        return tuple(without_memory(item) for item in value)
     return value
 
 

@@ -38,6 +38,8 @@ MAX_SCHEDULES = 4
 class Stages:
     """Passes batches through the stages, of which this rank has some."""
 
+    is_lockstep = True
+
     def __init__(
         self,
         held: Held,

@@ -1,0 +1,330 @@
+"""What a strategy will cost, before anything is trained: memory of each rank, bytes, idle time.
+
+Nothing is measured: models are made without memory, and counted. Runs in any process that has
+torch; does no communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nbdist.train.checks import check_whole, shown
+from nbdist.train.strategies import actions, schedules, splitting
+from nbdist.train.strategies.copies import NUM_KEPT
+from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.pipeline import Pipeline
+from nbdist.train.strategies.sharded import Sharded
+from nbdist.train.strategies.slices import Portion, bundles_of, check_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+    from nbdist.train.strategies import Strategy
+
+    Make = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+
+_MB = 1e6
+_COLUMNS = ("parameters", "gradients", "optimizer", "gathered", "copies", "together", "sent")
+
+
+class Need(NamedTuple):
+    """What one rank needs, in bytes."""
+
+    parameters: int
+    """Those that it keeps."""
+    gradients: int
+    """Of those that are trained."""
+    optimizer: int
+    """What the optimizer keeps for each of them."""
+    gathered: int = 0
+    """Parameters and gradients that are there as a whole for a time, at most; not the buffers in
+    which they travel."""
+    copies: int = 0
+    """Its own state and the neighbour's, kept for a loss (`copy_every`), at most."""
+    sent: int | None = None
+    """Payload that it hands to collectives and sends in a step; None: not known."""
+
+    @property
+    def together(self) -> int:
+        """Of memory."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.copies
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """What a strategy costs. Activations and buffers are not counted, nor what a process needs."""
+
+    strategy: Strategy
+    ranks: tuple[Need, ...]
+    """Each rank's."""
+    idle_share: float | None = None
+    """The part of a step in which a rank waits, as far as the strategy has it so by nature."""
+
+    def __repr__(self) -> str:
+        """As a table; ranks that need the same are one row."""
+        rows: list[tuple[str, ...]] = [("MB on rank", *_COLUMNS)]
+        for first, last, need in _alike(self.ranks):
+            numbers = [getattr(need, name) for name in _COLUMNS]
+            cells = ["?" if number is None else f"{number / _MB:.3g}" for number in numbers]
+            rows.append((f"{first}" if first == last else f"{first}-{last}", *cells))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        idle = "" if self.idle_share is None else f"; idle {self.idle_share:.0%} of a step"
+        return "\n".join([f"{self.strategy!r}{idle}", *lines])
+
+
+def _alike(needs: Sequence[Need]) -> list[tuple[int, int, Need]]:
+    runs: list[tuple[int, int, Need]] = []
+    for rank, need in enumerate(needs):
+        if runs and runs[-1][2] == need:
+            runs[-1] = (runs[-1][0], rank, need)
+        else:
+            runs.append((rank, rank, need))
+    return runs
+
+
+def estimate(
+    model: nn.Module | Callable[[], nn.Module],
+    strategy: Strategy | None = None,
+    devices: int = 1,
+    *,
+    optimizer: Make | None = None,
+    global_batch: int | None = None,
+    accumulate: int = 1,
+    sample: Any = None,
+) -> Estimate:
+    """What each of so many ranks needs for a model, and sends in a step.
+
+    Memory is that of parameters, gradients and the optimizer's state (with AdamW in float32 4, 4
+    and 8 bytes for each number), exactly; `DataParallel` has all of it on each rank, `Sharded` one
+    part in n, `Pipeline` that of its stages. What is sent is in `strategy.describe()`: 2(n-1)/n
+    times the gradients' bytes, 3(n-1)/n times the parameters' bytes for each batch, or what passes
+    between stages.
+
+    Args:
+        model: a Module, or a function that returns one, which is called without memory.
+        strategy: as for a trainer; None: `DataParallel()`.
+        devices: ranks.
+        optimizer: as for a trainer; None: AdamW.
+        global_batch: samples a step; wanted for what a pipeline sends.
+        accumulate: batches in which a rank goes through its share.
+        sample: the input of a batch of one sample; wanted by a pipeline that is cut by itself, and
+            for what it sends.
+    """
+    check_whole("devices", devices, 1)
+    check_whole("accumulate", accumulate, 1)
+    strategy = strategy or DataParallel()
+    counted = next((c for kind, c in _COUNTED.items() if isinstance(strategy, kind)), None)
+    if counted is None:
+        raise TypeError(
+            f"strategy is {shown(strategy)}; what it costs is known of "
+            f"{', '.join(kind.__name__ for kind in _COUNTED)}"
+        )
+    if isinstance(model, nn.Module):
+        bare = model
+    else:
+        with torch.device("meta"):
+            bare = model()
+    asked = _Asked(bare, devices, optimizer or _adamw, global_batch, accumulate, sample)
+    return counted(strategy, asked)
+
+
+class _Asked(NamedTuple):
+    """What is to be counted."""
+
+    model: nn.Module
+    num_ranks: int
+    make_optimizer: Make
+    global_batch: int | None
+    accumulate: int
+    sample: Any
+
+    def need(self, shapes: Mapping[str, tuple[Tensor, tuple[int, ...]]], **more: Any) -> Need:
+        """Of parameters of these shapes: name -> the whole, and the shape of a rank's part."""
+        parts = {
+            name: nn.Parameter(
+                torch.empty(shape, dtype=whole.dtype, device="meta"),
+                requires_grad=whole.requires_grad,
+            )
+            for name, (whole, shape) in shapes.items()
+        }
+        kept = sum(part.nbytes for part in parts.values())
+        trained = sum(part.nbytes for part in parts.values() if part.requires_grad)
+        return Need(kept, trained, _state_bytes(self.make_optimizer(parts.items())), **more)
+
+
+def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return torch.optim.AdamW(named)
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """What it keeps after a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+# ---- strategies
+
+
+def _of_replicas(strategy: DataParallel, asked: _Asked) -> Estimate:
+    """Everything everywhere; gradients are summed once in a step, 2(n-1)/n of their bytes."""
+    trained = [p for p in asked.model.parameters() if p.requires_grad]
+    sent = _SENT[strategy.compress](strategy, asked.num_ranks, trained)
+    whole = {name: (p, tuple(p.shape)) for name, p in asked.model.named_parameters()}
+    return Estimate(strategy, (asked.need(whole, sent=round(sent)),) * asked.num_ranks)
+
+
+def _in_ring(num_ranks: int) -> float:
+    """The part of a sum's bytes that each rank sends once, of n pieces all but its own."""
+    return (num_ranks - 1) / num_ranks
+
+
+def _num_bytes(trained: Sequence[Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in trained)
+
+
+def _thin(settings: DataParallel, trained: Sequence[Tensor]) -> int:
+    """Bytes of the products that stand for matrices, and of the rest as it is."""
+    total = 0
+    for parameter in trained:
+        rows = parameter.shape[0] if parameter.dim() > 1 else parameter.numel()
+        columns = parameter.numel() // max(1, rows)
+        as_product = settings.powersgd_rank * (rows + columns)
+        total += parameter.itemsize * min(parameter.numel(), as_product)
+    return total
+
+
+_SENT: dict[str | None, Callable[[DataParallel, int, Sequence[Tensor]], float]] = {
+    None: lambda _, n, trained: 2 * _in_ring(n) * _num_bytes(trained),
+    "fp16": lambda _, n, trained: _in_ring(n) * _num_bytes(trained),
+    "bf16": lambda _, n, trained: _in_ring(n) * _num_bytes(trained),
+    "int8": lambda _, n, trained: 65 / 128 * _in_ring(n) * _num_bytes(trained),
+    "topk": lambda s, n, trained: (1 / 32 + s.topk_share / 2) * (n - 1) * _num_bytes(trained),
+    "powersgd": lambda s, n, trained: 2 * _in_ring(n) * _thin(s, trained),
+}
+"""As `DataParallel.describe` says it."""
+
+
+def _of_shards(strategy: Sharded, asked: _Asked) -> Estimate:
+    """One part in n of each parameter, by rows; what is in no block, and a block, whole for a time.
+
+    Two gathers and one sum for each batch, in which rows are filled up to as many on each rank:
+    3(n-1)/n of these bytes.
+    """
+    n, parameters = asked.num_ranks, dict(asked.model.named_parameters())
+    if n == 1:
+        whole = {name: (p, tuple(p.shape)) for name, p in parameters.items()}
+        return Estimate(strategy, (asked.need(whole, sent=0),))
+    check_rows(parameters)
+    bundles = bundles_of(asked.model, strategy.blocks_of(asked.model))
+    padded = {
+        name: Portion(0, n).num_padded(len(p)) * (p.nbytes // max(1, len(p)))
+        for name, p in parameters.items()
+    }
+    sizes = [sum(padded[name] for name in bundle.names) for bundle in bundles]
+    trained = sum(padded[name] for name, p in parameters.items() if p.requires_grad)
+    sent = asked.accumulate * (2 * sum(sizes) + trained) * (n - 1) // n
+    gathered = 2 * (sizes[-1] + max(sizes[:-1], default=0))
+    needs = []
+    for rank in range(n):
+        rows = {name: Portion(rank, n).rows(len(p)) for name, p in parameters.items()}
+        mine = {
+            name: (p, (rows[name].stop - rows[name].start, *p.shape[1:]))
+            for name, p in parameters.items()
+        }
+        needs.append(asked.need(mine, sent=sent, gathered=gathered))
+    return Estimate(strategy, _with_copies(needs, strategy.copy_every))
+
+
+def _with_copies(needs: list[Need], copy_every: int) -> tuple[Need, ...]:
+    """Of each of the last steps that were copied, a rank's own state and that of the one before."""
+    if not copy_every or len(needs) == 1:
+        return tuple(needs)
+    sizes = [need.parameters + need.optimizer for need in needs]
+    return tuple(
+        need._replace(copies=NUM_KEPT * (sizes[rank] + sizes[rank - 1]))
+        for rank, need in enumerate(needs)
+    )
+
+
+def _of_stages(strategy: Pipeline, asked: _Asked) -> Estimate:
+    """Each rank its stages; between two ranks each micro-batch once forward, a gradient back."""
+    n, num_stages = asked.num_ranks, strategy.stages
+    blocks = splitting.blocks_of(asked.model, strategy.split)
+    counts = splitting.counts_of(blocks, num_stages, strategy.split, lambda: _wanted(asked.sample))
+    stages = splitting.cut(blocks, counts)
+    samples = (asked.global_batch or 0) // asked.accumulate
+    num_pieces = strategy.microbatches or schedules.default_microbatches(num_stages, samples)
+    idle: float | None
+    if isinstance(strategy.schedule, str):
+        owners = schedules.owners(strategy.schedule, num_stages, n)
+        idle = schedules.named(strategy.schedule).idle_share(n, num_stages // n, num_pieces)
+    else:
+        parsed = actions.parse(strategy.schedule)
+        owners = actions.check(parsed, num_stages, num_pieces)
+        idle = actions.idle_share(parsed, num_stages)
+    sent = _between(stages, owners, asked)
+    names = {id(p): name for name, p in asked.model.named_parameters()}
+    needs = []
+    for rank in range(n):
+        mine = {
+            names[id(p)]: (p, tuple(p.shape))
+            for stage, owner in zip(stages, owners, strict=True)
+            if owner == rank
+            for p in stage.parameters()
+        }
+        needs.append(asked.need(mine, sent=None if sent is None else sent[rank]))
+    return Estimate(strategy, _with_copies(needs, strategy.copy_every), idle)
+
+
+def _wanted(sample: Any) -> Any:
+    if sample is None:
+        raise ValueError(
+            "a pipeline that is cut by itself is cut by what its blocks cost: give sample=, the "
+            "input of a batch of one sample"
+        )
+    return sample
+
+
+def _between(stages: Sequence[nn.Module], owners: Sequence[int], asked: _Asked) -> list[int] | None:
+    """Bytes that each rank sends to others in a step; None where there is no input to tell."""
+    if asked.sample is None or asked.global_batch is None:
+        return None
+    value = splitting.without_memory(asked.sample)
+    sent = [0] * asked.num_ranks
+    for stage, owner, behind in zip(stages[:-1], owners, owners[1:], strict=False):
+        with torch.no_grad(), torch.device("meta"):
+            value = splitting.bare(stage)(value)
+        if owner != behind:
+            num_bytes = asked.global_batch * sum(t.nbytes for t in _tensors(value))
+            sent[owner] += num_bytes
+            sent[behind] += num_bytes
+    return sent
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+_COUNTED: dict[type, Callable[[Any, _Asked], Estimate]] = {
+    DataParallel: _of_replicas,
+    Sharded: _of_shards,
+    Pipeline: _of_stages,
+}
