@@ -18,6 +18,7 @@ from nbdist import checkpoints
 from nbdist.errors import WrongState
 from nbdist.train import snapshot, tensors
 from nbdist.train.parting import NAMING, names_by_group
+from nbdist.train.strategies.sharded import Sharded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +46,7 @@ class Part:
         num_ranks: that write.
 
     Raises:
-        WrongState: nothing is trained yet.
+        WrongState: nothing is trained yet, or the rank holds rows of parameters.
         TypeError: something has a state that could not be read without running code.
     """
 
@@ -55,6 +56,7 @@ class Part:
                 "nothing is trained yet, and before the first step the ranks' weights may differ: "
                 "train a step, then save"
             )
+        check_whole(state)
         if not state.exchange.fits(rank, num_ranks):
             raise WrongState(MISFIT.format(num_ranks, "save"))
         self.rank, self.step = rank, state.step
@@ -115,6 +117,15 @@ class Part:
         except OSError as error:
             error.filename = error.filename or str(folder)  # a write does not say where
             raise
+
+
+def check_whole(state: State) -> None:
+    """Raise WrongState where parameters are cut by rows: files know whole ones."""
+    if isinstance(state.recipe.strategy, Sharded):
+        raise WrongState(
+            f"strategy={state.recipe.strategy!r} cuts parameters by rows, and checkpoints hold "
+            "whole ones: with it they can be neither saved nor loaded yet"
+        )
 
 
 def save(state: State, path: Path, keep: int | None) -> checkpoints.Found | None:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbdist import checkpoints
 from nbdist.errors import CheckpointUnreadable, WrongState
 from nbdist.train import snapshot, tensors
-from nbdist.train.checkpoint import MISFIT, REST, first_line, place_of_rank, sampling_of, unpack
+from nbdist.train.checkpoint import (
+    MISFIT,
+    REST,
+    check_whole,
+    first_line,
+    place_of_rank,
+    sampling_of,
+    unpack,
+)
 from nbdist.train.parting import names_by_group
 
 if TYPE_CHECKING:
@@ -50,9 +58,10 @@ def read(state: State, folder: Path) -> Loaded:
         folder: a checkpoint that is whole.
 
     Raises:
-        WrongState: the rank holds its part in a group of another size.
+        WrongState: the rank holds rows of parameters, or its part in a group of another size.
         CheckpointUnreadable: it is of another model or optimizer, or lacks something.
     """
+    check_whole(state)
     rank, num_ranks = place_of_rank()
     if not state.exchange.fits(rank, num_ranks):
         raise WrongState(MISFIT.format(num_ranks, "load"))

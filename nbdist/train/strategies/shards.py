@@ -206,6 +206,10 @@ class Shards:
     def forget(self) -> None:
         """Nothing is kept of earlier steps but whole copies, which are right for theirs."""
 
+    def restart(self) -> None:
+        """Copies of a training that is given up are of no use; new ones are made at once."""
+        self._copies = Copies()
+
     def owned(self) -> list[object]:
         """The model as torch has cut it."""
         return [self._slices.whole]
