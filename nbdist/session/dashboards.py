@@ -93,8 +93,8 @@ class Dashboards:
             raise ValueError(text)
         db.listen()
         feed = RunFeed(self._cluster.feeds, self._ask, partial(self._run, run), run)
-        freezes = run is None or not run.is_over
-        made = db.Dashboard(feed, actions=self._actions(run), views=views, freezes=freezes)
+        actions, freezes = self._actions(run), not feed.is_over
+        made = db.Dashboard(feed, actions=actions, views=views, freezes=freezes)
         with self._lock:
             # Cells that are run again and again would fill notebook and kernel with what nobody
             # sees any more.
@@ -106,13 +106,31 @@ class Dashboards:
         return made
 
     def settle(self, run: _Run | None = None) -> None:
-        """Put pictures in the place of dashboards: of those of a run, or of all."""
+        """Put pictures in the place of dashboards: of those that show a run, or of all."""
         with self._lock:
-            chosen = [(d, f) for d, f in self._open if run is None or (f.run is run and d.freezes)]
-            self._open = [pair for pair in self._open if pair not in chosen]
+            chosen = [
+                (d, f) for d, f in self._open if run is None or (f.shown is run and d.freezes)
+            ]
+            # Those that follow the newest run are thawed when the next one begins.
+            kept = [pair for pair in chosen if run is not None and pair[1].run is None]
+            self._open = [pair for pair in self._open if pair not in chosen or pair in kept]
         for dashboard, _ in chosen:
             with contextlib.suppress(NbdistError, TimeoutError):
                 dashboard.freeze()
+
+    def begun(self) -> None:
+        """Another run: whoever follows the newest one shows it live. Never waits."""
+        for dashboard in self._followers():
+            dashboard.thaw()
+
+    def ended(self) -> None:
+        """The newest run is over: whoever follows it freezes soon. Never waits."""
+        for dashboard in self._followers():
+            dashboard.finish()
+
+    def _followers(self) -> list[Dashboard]:
+        with self._lock:
+            return [dashboard for dashboard, feed in self._open if feed.run is None]
 
     # ---- what buttons do
 
@@ -194,11 +212,17 @@ class RunFeed:
     @property
     def is_over(self) -> bool:
         """As `views.dashboard.Feed` says."""
-        return self.run is not None and self.run.is_over
+        run = self.shown
+        return run is not None and run.is_over
+
+    @property
+    def shown(self) -> _Run | None:
+        """The run that it is about now."""
+        return self._newest()
 
     def snapshot(self) -> bytes | None:
         """As `views.dashboard.Feed` says."""
-        run = self._newest()
+        run = self.shown
         if run is None:
             return None
         try:

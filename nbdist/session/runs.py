@@ -81,7 +81,11 @@ class Runs:
         """The world as it is now."""
         self._generation = view.membership.generation
         for told in view.runs:
-            self._run(told.spec).hear(told, view.incidents)
+            run = self._run(told.spec)
+            was_over = run.is_over
+            run.hear(told, view.incidents)
+            if run.is_over and not was_over and self._dashboards is not None:
+                self._dashboards.ended()
         if view.phase == "failed":
             self.cluster_gone("RecoveryFailed", view.reason)
 
@@ -107,7 +111,9 @@ class Runs:
 
     def _run(self, spec: rn.RunSpec) -> Run:
         with self._lock:
-            if spec.run not in self._runs:
-                run = Run(spec, self._ask, self._generation, self._dashboards)
-                self._runs[spec.run] = run
-            return self._runs[spec.run]
+            if (known := self._runs.get(spec.run)) is not None:
+                return known
+            run = self._runs[spec.run] = Run(spec, self._ask, self._generation, self._dashboards)
+        if self._dashboards is not None:
+            self._dashboards.begun()
+        return run

@@ -15,7 +15,7 @@ import threading
 import uuid
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import IPython.display
 
@@ -31,49 +31,17 @@ from nbdist.views.widget import TEXT, WIDGET_VIEW, Widget
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from nbdist.views.feed import Feed, Subscription
+
 log = logging.getLogger(__name__)
 
 VIEWS: tuple[View, ...] = get_args(View)
 TARGET = "nbdist.view"
 """Name under which a page opens a comm of its own."""
+LINGER_S = 1.0
+"""After a run's end, for what is told of it last."""
 MAX_DISPLAYS = 8
 """So many of its places are remembered."""
-
-
-class Subscription(Protocol):
-    """What the session gives for a subscription to frames. For any thread; none of these waits."""
-
-    def ack(self, seq: int) -> None:
-        """The page has this frame and those before it."""
-
-    def resync(self) -> None:
-        """Send a snapshot."""
-
-    def close(self) -> None:
-        """Send nothing more; may be called twice."""
-
-
-class Feed(Protocol):
-    """Where frames come from."""
-
-    def subscribe(
-        self,
-        views: Sequence[View],
-        take: Callable[[int, bytes], None],
-        ended: Callable[[str], None],
-    ) -> Subscription:
-        """Begin with a snapshot.
-
-        `take` is called with each frame and its number, `ended` with the reason when no more
-        frames come; from a thread that must not be kept waiting.
-        """
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing new will come, whoever asks."""
-
-    def snapshot(self) -> bytes | None:
-        """All that there is to know, as one frame; None: nothing. May wait."""
 
 
 class Dashboard:
@@ -188,15 +156,43 @@ class Dashboard:
         with self._freezing:
             if self._frozen is not None:
                 return
-            self._frozen = self._picture()
-        if self._frozen is None:
+            made = self._picture()
+            if made is not None and self._widget is not None:
+                made[1]["nbdist"] = {"widget": self._widget.own_model_id}  # for a thaw
+            self._frozen = made
+        if made is None:
             return
-        data, metadata = self._frozen
+        data, metadata = made
         # Reaches what the kernel's clients keep, and pages that saw the display itself; a page that
         # was loaded again has forgotten its name, so the widget there is told too.
         for display_id in tuple(self._display_ids):
             _show(data, metadata=metadata, display_id=display_id, update=True)
         self._tell({"type": "freeze", "metadata": metadata, "picture": data["image/png"]})
+
+    def finish(self) -> None:
+        """Its run is over: freeze soon, unless another one begins; from any thread."""
+        timer = threading.Timer(LINGER_S, self._errands.do, (self._freeze_if_over,))
+        timer.name, timer.daemon = "nbdist-dashboard-end", True
+        timer.start()
+
+    def _freeze_if_over(self) -> None:
+        if self.freezes and self._feed.is_over:
+            self.freeze()
+
+    def thaw(self) -> None:
+        """Another run begins: live again where a picture took its place; from any thread."""
+        self.freezes = True
+        self._errands.do(self._thaw)
+
+    def _thaw(self) -> None:
+        with self._freezing:
+            frozen, self._frozen = self._frozen, None
+        if frozen is None or self._widget is None:
+            return
+        data, metadata = self._live()
+        for display_id in tuple(self._display_ids):  # as in `freeze`
+            _show(data, metadata=metadata, display_id=display_id, update=True)
+        self._tell({"type": "thaw", "view": self.widget.view})
 
     def _picture(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         frame = self._feed.snapshot()
@@ -254,7 +250,8 @@ class Dashboard:
             self._pages.leave(view)
             if self._pages.is_empty:
                 self._close_feed()
-                self._is_removed = bool(message.get("is_removed"))
+                # A picture that took its place stays there, and may have to be thawed.
+                self._is_removed = bool(message.get("is_removed")) and self._frozen is None
             return
         self._stills.stop()
         # A page asks before it knows that it was sent frames unasked; what it says by the shell
@@ -340,8 +337,7 @@ class Dashboard:
             self._num_ended += 1
             self._subscription = None
         self._tell({"type": "ended", "text": reason})
-        if self.freezes and self._feed.is_over:
-            self._errands.do(self.freeze)
+        self._errands.do(self._freeze_if_over)
 
     def _close_feed(self) -> None:
         with self._lock:

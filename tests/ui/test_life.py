@@ -320,3 +320,25 @@ def test_a_view_that_was_never_seen_leaves_a_picture(notebook, is_over):
     lab.scroll_to(7)
     lab.page.locator(".jp-CodeCell").nth(7).locator("img").wait_for(timeout=LIMIT_MS)
     lab.errors[:] = [error for error in lab.errors if "Canceled future" not in error]
+
+
+def test_a_picture_thaws_when_another_run_begins(notebook):
+    """What follows the newest run is a picture after a run, saved with the notebook, and live again
+    with the next one: on the page that saw it displayed, and on one that was loaded again."""
+    lab = notebook(SETUP, "dashboard", "dashboard.freeze()", "dashboard.thaw()")
+    for index in (0, 1):
+        lab.run(index)
+    cell = lab.page.locator(".jp-CodeCell").nth(1)
+    for reloads in (False, True):
+        drawn(lab)
+        lab.run(2)
+        cell.locator("img").wait_for(timeout=LIMIT_MS)
+        if reloads:
+            lab.save()
+            lab.open()
+            cell.locator("img").wait_for(timeout=LIMIT_MS)
+        lab.run(3)
+        drawn(lab)
+        assert cell.locator("img").count() == 0
+        more_frames(lab)
+    has_true_rows(lab)

@@ -305,11 +305,29 @@ def test_at_the_end_a_picture_takes_its_place(made, shows):
     assert base64.b64decode(frozen["image/png"]) == b"a picture of a run"
     assert last["update"]
     assert last["display_id"] == first["display_id"]
-    assert last["metadata"] == {"image/png": {"width": WIDTH}}
+    assert last["metadata"]["image/png"] == {"width": WIDTH}
     assert kinds(sent) == ["code", "freeze"]
     dashboard.hear({"type": "hello", "view": "later", "has_code": True})
     assert kinds(sent)[-1] == "freeze"
     assert feed.num_resyncs == 0
+
+
+def test_a_thaw_puts_the_live_view_back(made, shows):
+    """By the name of the display, and to pages that were loaded again by the widget's own mark."""
+    dashboard, _, sent = made(snapshot=b"frame")
+    dashboard._ipython_display_()
+    dashboard.freeze()
+    own = dashboard.widget.own_model_id
+    assert shows[-1][1]["metadata"]["nbdist"] == {"widget": own}
+    dashboard.thaw()
+    data, options = shows[-1]
+    assert data[db.WIDGET_VIEW]["model_id"] == own
+    assert "image/png" not in data
+    assert options["update"]
+    assert options["display_id"] == shows[0][1]["display_id"]
+    assert sent[-1][0] == {"type": "thaw", "view": dashboard.widget.view}
+    dashboard.thaw()
+    assert shows[-1][0] is data
 
 
 @pytest.mark.parametrize("freezes", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -205,7 +206,7 @@ def test_a_snapshot_is_the_supervisors_or_the_story():
 
 
 def test_at_its_end_a_runs_dashboards_become_pictures(opened):
-    """Those of this run, but for one that was opened after it; at the cluster's end all."""
+    """Those that show it, but for one that was opened after it; at the cluster's end all."""
     run = FakeRun()
     cluster = FakeCluster(run)
     frame = fd.Frame(name="", seq=1, is_snapshot=True, data=b"all")
@@ -216,8 +217,59 @@ def test_at_its_end_a_runs_dashboards_become_pictures(opened):
     for dashboard in (of_run, of_cluster, later):
         dashboard._pages.expect()
     dashboards.settle(run)
-    assert [d._frozen is not None for d in (of_run, of_cluster, later)] == [True, False, False]
+    assert [d._frozen is not None for d in (of_run, of_cluster, later)] == [True, True, False]
     dashboards.settle()
     assert all(d._frozen is not None for d in (of_cluster, later))
     of_cluster.close()
     later.close()
+
+
+def test_who_follows_the_newest_run_freezes_at_its_end_and_thaws_with_the_next(opened):
+    """%dist_dashboard leaves a picture of each run, and is live again while there is one."""
+    first = FakeRun()
+    cluster = FakeCluster(first)
+    frame = fd.Frame(name="", seq=1, is_snapshot=True, data=b"all")
+    dashboards, follower = opened(cluster, ask=lambda *_: frame)
+    follower._pages.expect()
+    follower._errands.do = lambda act: act()
+    follower._freeze_if_over()
+    assert follower._frozen is None
+    first.is_over = True
+    follower.hear({"type": "bye", "view": "a"})
+    follower._pages.expect()
+    dashboards.settle(first)
+    assert follower._frozen is not None
+    cluster.runs.append(FakeRun())
+    dashboards.begun()
+    assert follower._frozen is None
+    cluster.runs[-1].is_over = True
+    follower._pages.expect()
+    follower._freeze_if_over()
+    assert follower._frozen is not None
+    follower.hear({"type": "bye", "view": "a", "is_removed": True})
+    assert not follower.is_left
+
+
+def test_who_follows_and_is_opened_after_a_run_waits_for_the_next(opened):
+    """Between two runs the views stay live, so that there is something to press."""
+    cluster = FakeCluster(FakeRun(is_over=True))
+    dashboards, follower = opened(cluster)
+    assert not follower.freezes
+    cluster.runs.append(FakeRun())
+    dashboards.begun()
+    assert follower.freezes
+
+
+def test_the_end_of_a_run_is_told_to_those_who_follow_it(opened, monkeypatch):
+    """They freeze a moment later, when what was told of it last has come."""
+    monkeypatch.setattr(db, "LINGER_S", 0.0)
+    run = FakeRun(is_over=True)
+    frame = fd.Frame(name="", seq=1, is_snapshot=True, data=b"all")
+    dashboards, follower = opened(FakeCluster(run), ask=lambda *_: frame)
+    follower.freezes = True
+    follower._pages.expect()
+    dashboards.ended()
+    deadline = time.monotonic() + 10
+    while follower._frozen is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

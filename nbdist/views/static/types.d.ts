@@ -11,6 +11,7 @@ export type Message =
   | { type: "code"; version: string }
   | { type: "frame" }
   | { type: "freeze"; metadata: object; picture: string }
+  | { type: "thaw"; view: object }
   | { type: "ended"; text: string }
   | { type: "answer"; id: string; state: "taken" | "done" | "failed"; text: string };
 export interface Code {
@@ -22,13 +23,14 @@ export interface Code {
   };
   figures: Record<string, any>;
 }
-/** An output of the notebook that holds a widget. */
+/** An output of the notebook. */
 export interface Held {
   outputs: any;
   output: any;
+  data: Record<string, any>;
   /** Of the kernel, where the run was over when it was shown. */
   picture: string | undefined;
-  metadata: object;
+  metadata: Record<string, any>;
 }
 export interface Host {
   settings: Settings;

@@ -16,6 +16,7 @@ import { forget, keep, kept } from "./kept.js";
 const SHARED = /** @type {Record<symbol, import("./types").Page>} */ (/** @type {unknown} */ (globalThis));
 const PAGE = (SHARED[Symbol.for("nbdist")] ??= { code: new Map(), early: new Map() });
 
+const WIDGET_VIEW = "application/vnd.jupyter.widget-view+json";
 const MAX_EARLY = 240;
 const OPEN_LIMIT_MS = 1500;
 const STALE_AFTER_S = 3;
@@ -112,12 +113,8 @@ async function channel(model, receive) {
   };
 }
 
-/**
- * Outputs of the open notebook that hold this widget. An update by display id reaches only pages
- * that saw the display itself, not one that was loaded again.
- * @param {Model} model @returns {import("./types").Held[]}
- */
-function held(model) {
+/** Of the open notebook. @param {Model} model @returns {import("./types").Held[]} */
+function outputs(model) {
   const cells = model.widget_manager?.context?.model?.cells;
   const found = [];
   for (let i = 0; i < (cells?.length ?? 0); i++) {
@@ -125,19 +122,36 @@ function held(model) {
     for (let j = 0; j < (outputs?.length ?? 0); j++) {
       const output = outputs.get(j);
       const { data, metadata } = output.toJSON();
-      if (data?.["application/vnd.jupyter.widget-view+json"]?.model_id !== model.get("own_model_id")) continue;
-      found.push({ outputs, output, picture: data["image/png"], metadata });
+      found.push({ outputs, output, data: data ?? {}, picture: data?.["image/png"], metadata });
     }
   }
   return found;
 }
 
 /**
+ * Outputs that hold this widget. An update by display id reaches only pages that saw the display
+ * itself, not one that was loaded again.
+ * @param {Model} model
+ */
+function held(model) {
+  return outputs(model).filter(({ data }) => data[WIDGET_VIEW]?.model_id === model.get("own_model_id"));
+}
+
+/** Outputs in which a picture took its place. @param {Model} model */
+function frozen(model) {
+  return outputs(model).filter(({ metadata }) => metadata?.nbdist?.widget === model.get("own_model_id"));
+}
+
+/**
  * Put text and picture there, unless something else has come there since.
  * @param {Model} model @param {import("./types").Held} place @param {string} picture base64 @param {object} metadata
  */
-function replace(model, { outputs, output }, picture, metadata) {
-  const data = { "text/plain": model.get("text"), "image/png": picture };
+function replace(model, place, picture, metadata) {
+  put(place, { "text/plain": model.get("text"), "image/png": picture }, metadata);
+}
+
+/** @param {import("./types").Held} place @param {object} data @param {object} metadata */
+function put({ outputs, output }, data, metadata) {
   for (let j = 0; j < outputs.length; j++) {
     if (outputs.get(j) === output) return outputs.set(j, { output_type: "display_data", data, metadata });
   }
@@ -155,12 +169,18 @@ function initialize({ model }) {
   /** @type {Early} */
   const early = { id: newId(), frames: [], isOver: false, isAsked: false };
   PAGE.early.set(model.get("widget_id"), early);
+  /** @type {ReturnType<typeof setTimeout>} */ let turning;
   model.on("msg:custom", (/** @type {Message} */ message, /** @type {DataView[]} */ buffers) => {
     if (message.type === "code") takeCode(message.version, buffers);
     else if (message.type === "freeze") {
       // The update by display id has the first chance: it also reaches the kernel's own record.
       const freeze = () => held(model).forEach((place) => replace(model, place, message.picture, message.metadata));
-      setTimeout(freeze, FREEZE_AFTER_MS);
+      clearTimeout(turning);
+      turning = setTimeout(freeze, FREEZE_AFTER_MS);
+    } else if (message.type === "thaw") {
+      const data = { "text/plain": model.get("text"), ...message.view };
+      clearTimeout(turning);
+      turning = setTimeout(() => frozen(model).forEach((place) => put(place, data, {})), FREEZE_AFTER_MS);
     } else if (message.type === "frame" && !early.isOver) {
       const frame = unpackedFrame(buffers[0]);
       if (frame.header.kind === "snapshot") early.frames = [frame];
