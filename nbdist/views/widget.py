@@ -9,8 +9,14 @@ import traitlets
 
 from nbdist.views.bundle import widget_module
 
-TEXT = "nbdist dashboard"
-"""Of the live widget and of the picture that takes its place: tests of notebooks compare them."""
+TEXT = (
+    "nbdist dashboard: live views, or their picture. If you read this instead, trust the notebook "
+    "(View > Activate Command Palette > Trust Notebook), or run the cell again."
+)
+"""Of the live widget and of the picture that takes its place: tests of notebooks compare them.
+
+Front ends show it where they show no widget, as JupyterLab does in a notebook that is not trusted.
+"""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 

@@ -11,8 +11,9 @@ import nbformat
 import pytest
 from PIL import Image
 
+from nbdist.views.widget import TEXT
+
 NAME = "01_first_run.ipynb"
-SHOWN = "nbdist dashboard"
 MAX_BYTES = 100_000
 PNG = re.compile(r'src="data:image/png;base64,([^"]+)"')
 SVG = re.compile(r'src="data:image/svg\+xml;base64,([^"]+)"')
@@ -35,7 +36,7 @@ def check_notebook(path):
     assert path.stat().st_size < MAX_BYTES
     (cell,) = [cell for cell in notebook.cells if "run.dashboard()" in cell.source]
     (output,) = cell.outputs
-    assert output.data["text/plain"] == SHOWN
+    assert output.data["text/plain"] == TEXT
     check_picture(output.data["image/png"])
 
 

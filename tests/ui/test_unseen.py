@@ -9,6 +9,8 @@ import nbformat
 from lab import KERNEL_PATHS
 from synthetic import SETUP
 
+from nbdist.views.widget import TEXT
+
 
 def test_a_notebook_that_a_command_runs_keeps_pictures(monkeypatch):
     """No widget is left hanging: where the dashboard stood, there are text and picture."""
@@ -19,7 +21,7 @@ def test_a_notebook_that_a_command_runs_keeps_pictures(monkeypatch):
     nbclient.NotebookClient(notebook, timeout=120).execute()
     (output,) = notebook.cells[1].outputs
     assert set(output["data"]) == {"text/plain", "image/png"}
-    assert output["data"]["text/plain"] == "nbdist dashboard"
+    assert output["data"]["text/plain"] == TEXT
     assert notebook.cells[2].outputs == []
     assert notebook.cells[3].outputs[0]["text"] == "[]\n"
     assert "widgets" not in notebook.metadata

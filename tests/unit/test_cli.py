@@ -505,3 +505,34 @@ def test_a_column_of_numbers_may_have_holes():
     """A dash among numbers stands with them, to the right."""
     text = table.columns(("cause", "ms"), [("user", "1,234"), ("–", "–")])
     assert text.splitlines() == ["cause     ms", "user   1,234", "–          –"]
+
+
+def test_a_tutorial_that_is_signed_is_trusted(monkeypatch, tmp_path):
+    """JupyterLab shows live views in it, also after the page was loaded again."""
+    nbformat = pytest.importorskip("nbformat")
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    path = tmp_path / "a.ipynb"
+    output = nbformat.v4.new_output("display_data", {"text/html": "<b>shown</b>"})
+    cell = nbformat.v4.new_code_cell("1", outputs=[output])
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    notary = pytest.importorskip("nbformat.sign").NotebookNotary
+    assert not notary().check_signature(nbformat.read(path, as_version=4))
+    assert lab.sign(path)
+    assert notary().check_signature(nbformat.read(path, as_version=4))
+
+
+def test_only_our_own_tutorial_is_signed(monkeypatch, tmp_path):
+    """A notebook of the user's folder is opened as it is."""
+    signed = []
+    monkeypatch.setattr(lab, "sign", signed.append)
+    monkeypatch.setattr(lab.os, "execv", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    theirs = tmp_path / "notebooks" / "theirs.ipynb"
+    theirs.write_text("{}")
+    options = build_parser().parse_args(["lab"])
+    lab.run(options)
+    assert signed == []
+    monkeypatch.setattr(lab, "CHECKOUT", tmp_path)
+    lab.run(options)
+    assert signed == [theirs]
