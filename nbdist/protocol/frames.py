@@ -22,7 +22,6 @@ something is `clock_s - its_at`. Durations end in `_s`.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from typing import TYPE_CHECKING, Literal
 
@@ -353,46 +352,9 @@ def unpack(data: bytes | memoryview) -> tuple[Header, dict[str, Table]]:
     return header, tables
 
 
-def extremes(values: NDArray[np.floating], num_bins: int) -> NDArray[np.intp]:
-    """Places of the least and the greatest of each of `num_bins` equal parts, in order.
-
-    The first and the last place are always among them; values that are not finite come last.
-    """
-    num = len(values)
-    if num <= 2 * num_bins:
-        return np.arange(num)
-    edges = np.linspace(0, num, num_bins + 1).astype(np.intp)
-    known = np.isfinite(values)
-    low, high = np.where(known, values, np.inf), np.where(known, values, -np.inf)
-    chosen = [0, num - 1]
-    for start, end in itertools.pairwise(edges):
-        chosen += [start + int(low[start:end].argmin()), start + int(high[start:end].argmax())]
-    return np.unique(np.array(chosen, dtype=np.intp))
-
-
 def num_rows(table: Table) -> int:
     """Of all its columns."""
     return len(next(iter(table.values())))
-
-
-_THINNED_BY = {"rows": ("loss", "seconds"), "steps": ("compute_s", "step_s")}
-"""Columns whose extremes are kept; of a table of two such parts each has half the room."""
-
-
-def thin(name: str, table: Table, max_rows: int) -> Table:
-    """At most so many rows, or a few more: the ends and the extremes.
-
-    For those tables of which a frame may hold only some rows; each part, of a slot, for itself.
-    """
-    if num_rows(table) <= max_rows:
-        return table
-    by = _THINNED_BY.get(name, ())
-    values = [np.asarray(table[column], dtype=np.float64) for column in by]
-    if not values:
-        values = [np.fmax(table["rss_bytes"], table["device_bytes"])]  # one of them is NaN
-    num_bins = max(1, max_rows // (2 * len(values)))
-    places = np.unique(np.concatenate([extremes(one, num_bins) for one in values]))
-    return {column: table[column][places] for column in table}
 
 
 def _type(kind: str) -> Literal["f4", "f8"]:

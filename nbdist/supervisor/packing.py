@@ -16,6 +16,7 @@ import numpy as np
 
 from nbdist.protocol import frames as fr
 from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.thinning import thin
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DetailReader
 from nbdist.supervisor.phase import Phase
@@ -208,7 +209,7 @@ class Packer:
                 kept = []
             elif name in most and kept:
                 rows_each = max(4, min(int(most[name] * share) // len(kept), 2 * self._width))
-                kept = [fr.thin(name, part, rows_each) for part in kept]
+                kept = [thin(name, part, rows_each) for part in kept]
             if sum(map(fr.num_rows, kept)) < num:
                 thinned.append(name)
             if kept:

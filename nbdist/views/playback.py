@@ -12,6 +12,7 @@ import numpy as np
 
 from nbdist.protocol import frames as fr
 from nbdist.protocol.ids import Generation, Rank, RunId, Slot
+from nbdist.protocol.thinning import thin
 
 if TYPE_CHECKING:
     from nbdist.protocol.story import Evaluation, RunStory
@@ -145,12 +146,10 @@ def _fitted(name: str, table: fr.Table) -> fr.Table:
     if room is None or fr.num_rows(table) <= room:
         return table
     if "slot" not in table:
-        return fr.thin(name, table, room)
+        return thin(name, table, room)
     owners = [table["slot"] == slot for slot in np.unique(table["slot"])]
     parts = [
-        fr.thin(
-            name, {column: values[own] for column, values in table.items()}, room // len(owners)
-        )
+        thin(name, {column: values[own] for column, values in table.items()}, room // len(owners))
         for own in owners
     ]
     return {column: np.concatenate([part[column] for part in parts]) for column in table}

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from nbdist.protocol import frames as fr
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import Generation, Slot
+from nbdist.protocol.thinning import NUM_LAST, extremes, thin
 
 
 def phases(num: int) -> fr.Table:
@@ -76,15 +77,29 @@ def test_thinning_keeps_the_extremes() -> None:
     """A single peak among many values is still there, the ends too."""
     values = np.zeros(10_000)
     values[4_321], values[7_000] = 5.0, np.nan
-    places = fr.extremes(values, 50)
+    places = extremes(values, 50)
     assert len(places) <= 102
     assert {0, 4_321, 9_999} <= set(places.tolist())
     assert np.array_equal(places, np.unique(places))
 
 
+def test_the_last_rows_are_whole() -> None:
+    """Of a table that is thinned out the end is exact: medians of the last steps come from it."""
+    num = 5_000
+    table = {column: np.zeros(num) for column in fr.TABLES["rows"]} | {"step": np.arange(num)}
+    table["loss"], table["seconds"] = np.random.default_rng(1).random((2, num))
+    steps = thin("rows", table, 400)["step"]
+    assert len(steps) <= 410
+    assert steps[0] == 0
+    assert steps[-NUM_LAST:].tolist() == list(range(num - NUM_LAST, num))
+    few = thin("rows", table, 20)["step"]
+    assert len(few) <= 30
+    assert few[-10:].tolist() == list(range(num - 10, num))
+
+
 def test_few_values_are_not_thinned() -> None:
     """What has room is kept whole."""
-    assert fr.extremes(np.zeros(100), 50).tolist() == list(range(100))
+    assert extremes(np.zeros(100), 50).tolist() == list(range(100))
 
 
 def test_each_view_has_known_tables() -> None:

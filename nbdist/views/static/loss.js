@@ -46,6 +46,12 @@ export function marks(store, look, values, x) {
   return columns;
 }
 
+/** From the first that is known to the last; of many not all have a row. @param {Table} rows */
+function numSteps(rows) {
+  const steps = rows.get("step");
+  return steps.length ? steps[steps.length - 1] - steps[0] + 1 : 0;
+}
+
 export class Loss extends Panel {
   /** @param {HTMLElement} parent @param {import("./types").Code} code @param {import("./charts.js").Look} look */
   constructor(parent, code, look) {
@@ -95,7 +101,7 @@ export class Loss extends Panel {
     const repeated = [...store.incidents.values()].reduce((sum, i) => sum + i.samples_lost + i.samples_repeated, 0);
     const beneath = this.reference ? ` Beneath, in grey: ${this.reference.title}.` : "";
     this.say(
-      `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${counted(rows.length, "step")}; ` +
+      `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${counted(numSteps(rows), "step")}; ` +
         `${counted(store.incidents.size, "incident")}, ${counted(repeated, "sample")} lost or repeated.${wild}${beneath}`,
     );
     this.fillTwin();

@@ -31,8 +31,13 @@ export function recent(store) {
   );
   /** @type {Map<string, number[]>} */
   const groups = new Map();
+  /** Of each slot the first step of those that follow one another without a gap, up to its last one. */
+  const lowest = new Map();
   const newest = ended.length ? ended.reduce((a, b) => Math.max(a, b), -Infinity) : 0;
   for (let i = steps.length - 1; i >= 0; i--) {
+    const low = lowest.get(slot[i]) ?? step[i];
+    if (step[i] < low - 1) continue; // before a gap only some steps are known: those that stand out
+    lowest.set(slot[i], Math.min(low, step[i]));
     const key = `${generation[i]}:${step[i]}:${attempt[i]}`;
     const group = groups.get(key);
     if (group) group.push(i);

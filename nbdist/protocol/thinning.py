@@ -1,0 +1,62 @@
+"""Of tables that are too long for a frame, which rows are sent. Pure.
+
+The last rows are always whole: what is said of the last steps is exact, whoever says it, and the
+same in every view.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nbdist.protocol.frames import num_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nbdist.protocol.frames import Table
+
+NUM_LAST = 64
+"""Rows at the end of which none is left out, where they take no more than half of the room."""
+
+_THINNED_BY = {"rows": ("loss", "seconds"), "steps": ("compute_s", "step_s")}
+"""Columns whose extremes are kept; of a table of two such parts each has half the room."""
+
+
+def extremes(values: NDArray[np.floating], num_bins: int) -> NDArray[np.intp]:
+    """Places of the least and the greatest of each of `num_bins` equal parts, in order.
+
+    The first and the last place are always among them; values that are not finite come last.
+    """
+    num = len(values)
+    if num <= 2 * num_bins:
+        return np.arange(num)
+    edges = np.linspace(0, num, num_bins + 1).astype(np.intp)
+    known = np.isfinite(values)
+    low, high = np.where(known, values, np.inf), np.where(known, values, -np.inf)
+    chosen = [0, num - 1]
+    for start, end in itertools.pairwise(edges):
+        chosen += [start + int(low[start:end].argmin()), start + int(high[start:end].argmax())]
+    return np.unique(np.array(chosen, dtype=np.intp))
+
+
+def thin(name: str, table: Table, max_rows: int) -> Table:
+    """At most so many rows, or a few more: the last ones, the first, and the extremes.
+
+    For those tables of which a frame may hold only some rows; each part, of a slot, for itself.
+    """
+    num = num_rows(table)
+    if num <= max_rows:
+        return table
+    num_last = min(NUM_LAST, max_rows // 2)
+    by = _THINNED_BY.get(name, ())
+    values = [np.asarray(table[column], dtype=np.float64) for column in by]
+    if not values:
+        values = [np.fmax(table["rss_bytes"], table["device_bytes"])]  # one of them is NaN
+    num_bins = max(1, (max_rows - num_last) // (2 * len(values)))
+    last = np.arange(num - num_last, num)
+    before = [extremes(one[: num - num_last], num_bins) for one in values]
+    places = np.unique(np.concatenate([*before, last]))
+    return {column: table[column][places] for column in table}
