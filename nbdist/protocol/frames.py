@@ -174,6 +174,8 @@ class Seat(Part, frozen=True, kw_only=True):
     """It was made so many times as slow by the user; 1: it was not."""
     num_not_restored: int
     """Names that could not be brought back after a refill."""
+    silent_s: float = 0.0
+    """Its engine has given no sign of life for so many whole seconds; 0: it does, as it should."""
 
 
 class World(Part, frozen=True, kw_only=True):
@@ -206,7 +208,7 @@ class Run(Part, frozen=True, kw_only=True):
     step: int
     """Steps committed."""
     target: int
-    """It ends when so many are."""
+    """It ends when so many are; 0: not known."""
     durable: int
     """So many are acknowledged by every member."""
     until: int | None
@@ -215,13 +217,17 @@ class Run(Part, frozen=True, kw_only=True):
     """Median duration of its last steps; 0 before there are any."""
     fault: str
     """Why it failed, in words; empty where it has not."""
+    samples: int = 0
+    """Of all its steps, over all ranks."""
+    seconds: float = 0.0
+    """What these steps took, stalls included."""
 
 
 class Numbered(Part, frozen=True, kw_only=True):
     """An incident as it is known now; a later frame's with the same number stands over it."""
 
     number: int
-    """Counts the incidents of the cluster, from 1."""
+    """Counts those since the run began, from 1; where there is no run, those of the cluster."""
     incident: Incident
 
 

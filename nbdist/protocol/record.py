@@ -38,6 +38,10 @@ class Header(Line, frozen=True, kw_only=True):
     """By the wall clock, as a label."""
     nbdist: str
     """Version that wrote it."""
+    first: int | None = None
+    """Steps that the trainer had committed before the run."""
+    target: int | None = None
+    """It ends when so many are."""
 
 
 class Resumed(Line, frozen=True, kw_only=True):
@@ -156,7 +160,16 @@ def story_lines(story: RunStory, *, nbdist: str) -> bytes:
     """
     rows = story.rows
     at = float(rows["at"][0] - rows["seconds"][0]) if len(rows) else 0.0
-    lines: list[Line] = [Header(schema=SCHEMA, title=story.title, at=at, started="", nbdist=nbdist)]
+    opening = Header(
+        schema=SCHEMA,
+        title=story.title,
+        at=at,
+        started=story.started,
+        nbdist=nbdist,
+        first=story.first,
+        target=story.target,
+    )
+    lines: list[Line] = [opening]
     if len(rows):
         lines.append(Steps(num=len(rows), columns=to_columns(rows)))
     lines += [Happened(incident=incident) for incident in story.incidents]

@@ -144,6 +144,8 @@ class RunReport(RunMessage, frozen=True, kw_only=True):
     evaluations: tuple[Evaluation, ...]
     num_dropped: int = 0
     """Oldest rows that were dropped to keep memory bounded."""
+    remarks: tuple[str, ...] = ()
+    """What the user did to it that a reader should know."""
 
 
 class CellTrains(RunMessage, frozen=True, kw_only=True):

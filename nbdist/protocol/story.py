@@ -75,6 +75,12 @@ class RunStory:
     """running, paused, recovering, finished, stopped or failed; empty: not known."""
     fault: str = ""
     """Why it failed."""
+    first: int | None = None
+    """Steps that the trainer had committed before it; None: the first row tells."""
+    target: int | None = None
+    """It was to end when so many were committed; None: not known."""
+    started: str = ""
+    """When, by the wall clock, as a label; empty: not known."""
     tables: dict[str, Table] = field(default_factory=dict)
     """What slots did and were, as frames tell it: those of `protocol.frames.TABLES` that are known,
     but for `rows`. Of buckets and spans the last steps and the worst before them."""

@@ -319,9 +319,9 @@ class Run:
         self.refresh_curves()
         return RunStory(
             title=f"Run of {self._who}",
-            rows=self._record.rows.copy(),
+            **self._record.told(self.first_step),
             incidents=self.incidents,
-            evaluations=list(self._record.evaluations),
+            target=self.target,
             series=self._curves.by_slot,
             state=self.state,
             fault=in_words(self._view.fault if self._view is not None else None),

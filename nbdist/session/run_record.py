@@ -5,6 +5,8 @@ Filled by `session.run` from the supervisor's reports, which hold only what is n
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +32,8 @@ class RunRecord:
         self.rows: NDArray[np.void] = np.empty(0, ROWS)
         """In the order in which they were committed."""
         self.evaluations: tuple[Evaluation, ...] = ()
+        self.remarks: tuple[str, ...] = ()
+        """What the user did to it that a reader should know."""
         self.has_end = False
         """The run was over when they were fetched."""
         self.is_complete = False
@@ -55,7 +59,7 @@ class RunRecord:
             unread: why the last ones could not be fetched; empty: they could.
             state: of the run.
         """
-        notes = [] if unread else list(of_curves)
+        notes = [*self.remarks, *([] if unread else of_curves)]
         if self.num_missing:
             notes.append(f"{self.num_missing} steps were dropped before they were read")
         if unread and not self.has_end:
@@ -63,6 +67,23 @@ class RunRecord:
         elif not self.has_end:
             notes.append(f"the run was {state} when this was written")
         return notes
+
+    def told(self, first: int) -> dict[str, Any]:
+        """What a story holds of it; `first`: steps of the trainer before it, 0: the rows tell."""
+        return {
+            "rows": self.rows.copy(),
+            "evaluations": list(self.evaluations),
+            "first": first or None,
+            "started": self._started(),
+        }
+
+    def _started(self) -> str:
+        """When it began, by the wall clock: rows tell the time of this host's other clock."""
+        if not self.rows.size or not np.isfinite(at := float(self.rows["at"][0])):
+            return ""
+        ago_s = time.monotonic() - at + float(np.nan_to_num(self.rows["seconds"][0]))
+        began = datetime.now(tz=UTC) - timedelta(seconds=ago_s)
+        return began.isoformat(timespec="seconds")
 
     def take(self, report: RunReport) -> None:
         """Add what is new; where rows were replaced, the new ones count.
@@ -77,7 +98,7 @@ class RunRecord:
         places = np.arange(report.first, end, dtype=np.int64)
         self.rows = np.concatenate([self.rows[before], new, self.rows[after]])
         self._places = np.concatenate([self._places[before], places, self._places[after]])
-        self.evaluations = report.evaluations
+        self.evaluations, self.remarks = report.evaluations, report.remarks
         self.has_end = report.view.state in OVER
         # Where something failed, engines may still report steps that they had applied by then.
         self.is_complete = self.has_end and report.view.fault is None

@@ -45,10 +45,10 @@ class Deadlines(World):
             where = "" if fault.rank is None else f" on rank {fault.rank}"
             self._break(f"the run is over{where}: {fault.kind}: {fault.message}", now)
 
-    def beat(self, event: ev.Beat) -> None:
+    def beat(self, event: ev.Beat, now: float) -> None:
         """Where a main thread is."""
         if seat := self.roster.seat(event.slot, event.pid):
-            seat.beat = event
+            seat.beat, seat.heard_at = event, now
 
     def tick(self, now: float) -> None:
         """Look at the deadlines; called many times a second."""

@@ -192,6 +192,7 @@ class Desk:
             rows=progress.rows[first - progress.num_dropped :].tobytes(),
             durable=progress.durable(machine.membership.slots),
             evaluations=tuple(run.evaluations),
+            remarks=tuple(run.remarks),
             num_dropped=progress.num_dropped,
         )
 

@@ -204,7 +204,7 @@ class Loop:
         seat = self._machine.seats.get(event.slot)
         if seat is not None and seat.pid == event.pid:
             self._watchdog.beat(event.pid, now)
-            self._machine.beat(event)
+            self._machine.beat(event, now)
             self._door.send(identity, od.AcknowledgeBeat(number=event.number))
 
     def _hear_zygote(self, now: float) -> None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 IDLE_PERIOD_S = 1.0
 """Where nothing is new a frame that says so is sent that often."""
+SILENT_S = 2
+"""Beats come four times a second: an engine of which none came for so long is told as silent."""
 MAX_INCIDENTS = 60
 """In a frame: the last ones. Older ones do not change any more."""
 MAX_EVALUATIONS = 100
@@ -112,6 +114,7 @@ class Packer:
         self._since = since
         self._memory_marks: dict[tuple[Slot, str], int] = {}
         self._told: dict[int, Incident] = {}
+        self._num_before = self._incidents_before()
         self._last: fr.Header | None = None
         self._last_at = 0.0
 
@@ -230,7 +233,7 @@ class Packer:
             cluster=self._sources.cluster,
             run=self._run_part(),
             is_live=is_live,
-            world=_world(self._sources.machine),
+            world=_world(self._sources.machine, now),
             incidents=self._incidents(),
             evaluations=self._evaluations(),
             counters=self._counters(delayed),
@@ -253,12 +256,15 @@ class Packer:
             until=run.until,
             usual_s=run.progress.usual_s(),
             fault=fault[:MAX_TEXT],
+            samples=run.progress.num_samples,
+            seconds=run.progress.seconds,
         )
 
     def _incidents(self) -> tuple[fr.Numbered, ...]:
         story = self._sources.machine.story
-        recent = list(story.incidents)[-MAX_INCIDENTS:]
-        first = story.num_begun - len(recent) + 1
+        num_since = story.num_begun - self._num_before
+        recent = list(story.incidents)[-min(MAX_INCIDENTS, num_since) :] if num_since else []
+        first = num_since - len(recent) + 1
         news = []
         for number, incident in enumerate(recent, first):
             if self._told.get(number) != incident:
@@ -266,6 +272,19 @@ class Packer:
                 news.append(fr.Numbered(number=number, incident=_shortened(incident)))
         self._told = {number: told for number, told in self._told.items() if number >= first}
         return tuple(news)
+
+    def _incidents_before(self) -> int:
+        """Incidents of the cluster that had begun before the run."""
+        story, rows = self._sources.machine.story, self.run.progress.rows if self.run else None
+        since = self._since
+        if rows is None:
+            return 0
+        if not math.isfinite(since):  # another supervisor saw it begin
+            since = float(rows["at"][0] - rows["seconds"][0]) if len(rows) else -math.inf
+        if not math.isfinite(since):
+            return 0
+        later = [i for i in story.incidents if i.began_at is None or i.began_at >= since]
+        return story.num_begun - len(later)
 
     def _evaluations(self) -> tuple[fr.Evaluated, ...]:
         if self.run is None:
@@ -285,13 +304,14 @@ class Packer:
             malformed=total.num_malformed,
             no_room=collector.series.num_refused + collector.series.num_left_out,
             rows_dropped=self.run.progress.num_dropped if self.run is not None else 0,
-            incidents_left_out=max(0, story.num_begun - MAX_INCIDENTS),
+            incidents_left_out=max(0, story.num_begun - self._num_before - MAX_INCIDENTS),
             delayed=delayed,
         )
 
 
-def _world(machine: Machine) -> fr.World:
+def _world(machine: Machine, now: float) -> fr.World:
     view = view_of(machine, with_beats=True)
+    heard = {slot: seat.heard_at for slot, seat in machine.seats.items()}
     return fr.World(
         phase=view.phase,
         generation=view.membership.generation,
@@ -312,10 +332,17 @@ def _world(machine: Machine) -> fr.World:
                 activity=seat.activity[:MAX_TEXT],
                 slow_factor=seat.slow_factor,
                 num_not_restored=len(seat.not_restored),
+                silent_s=_silent_s(heard[seat.slot], now) if seat.rank is not None else 0.0,
             )
             for seat in view.seats
         ),
     )
+
+
+def _silent_s(heard_at: float | None, now: float) -> float:
+    """Whole seconds since the last beat: what changes all the time would make each frame new."""
+    seconds = 0 if heard_at is None else int(now - heard_at)
+    return float(seconds) if seconds >= SILENT_S else 0.0
 
 
 def _trimmed(header: fr.Header) -> fr.Header:

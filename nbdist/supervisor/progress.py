@@ -47,6 +47,10 @@ class Progress:
         self.num_dropped = 0
         self.num_replaced = 0
         """Rows that a later one replaced: their step was lost with all who had applied it."""
+        self.num_samples = 0
+        """Of all steps, also of those whose rows are dropped."""
+        self.seconds = 0.0
+        """What they took."""
         self._replaced: dict[int, range] = {}
         self._is_first_known = first is not None
         self._rows: NDArray[np.void] = np.zeros(1024, ROWS)
@@ -117,11 +121,14 @@ class Progress:
         if kept >= row["generation"]:
             return False
         if kept:
+            for other in self._rows[place : self._size]:
+                self._count(other, -1)
             self.num_replaced += self._size - place
             self._replaced[int(row["generation"])] = range(step, self.step)
             self._size = place + 1
             self._acknowledged = {s: min(n, step) for s, n in self._acknowledged.items()}
         self._rows[place] = row
+        self._count(row)
         return True
 
     def _append(self, row: np.void) -> None:
@@ -135,3 +142,9 @@ class Progress:
             self._rows = np.concatenate([self._rows, np.zeros(len(self._rows), ROWS)])
         self._rows[self._size] = row
         self._size += 1
+        self._count(row)
+
+    def _count(self, row: np.void, sign: int = 1) -> None:
+        self.num_samples += sign * int(row["samples"])
+        seconds = float(row["seconds"])
+        self.seconds += sign * seconds if np.isfinite(seconds) else 0.0

@@ -59,12 +59,21 @@ class Recorder:
     Args:
         path: the file.
         title: what the run is called.
+        first: steps that its trainer had committed before.
+        target: it ends when so many are.
         resumes: goes on where another supervisor ended; otherwise the file is begun anew.
         max_bytes: its limit.
     """
 
     def __init__(
-        self, path: Path, *, title: str, resumes: bool = False, max_bytes: int = MAX_BYTES
+        self,
+        path: Path,
+        *,
+        title: str,
+        first: int | None = None,
+        target: int | None = None,
+        resumes: bool = False,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._path, self._max_bytes = path.absolute(), max_bytes
         self._is_full = self._is_without_telemetry = self._is_failing = False
@@ -85,7 +94,17 @@ class Recorder:
         with suppress(OSError):
             path.unlink(missing_ok=True)
         started = datetime.now(tz=UTC).isoformat(timespec="seconds")
-        self._write(Header(schema=SCHEMA, title=title, at=now, started=started, nbdist=__version__))
+        self._write(
+            Header(
+                schema=SCHEMA,
+                title=title,
+                at=now,
+                started=started,
+                nbdist=__version__,
+                first=first,
+                target=target,
+            )
+        )
 
     def telemetry(self, batch: Telemetry, records: NDArray[np.void], *, num_late: int = 0) -> None:
         """A batch that came in, and its records."""

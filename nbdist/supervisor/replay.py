@@ -72,6 +72,9 @@ class Replay:
             # A run that the cluster took with it did not come to an end of its own.
             state=state if state in OVER or not state else "stopped",
             fault=fault,
+            first=self.header.first,
+            target=self.header.target,
+            started=self.header.started,
             rows=self.rows,
             incidents=self.incidents,
             evaluations=self.evaluations,

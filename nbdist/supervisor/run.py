@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 ENDED: tuple[rn.RunState, ...] = ("finished", "stopped", "failed")
 
+MAX_REMARKS = 200
+"""More are not kept."""
+
 
 def loop_of(run: RunId) -> int:
     """Which of its cell's loops a run is, by its name."""
@@ -64,6 +67,8 @@ class Run:
     fault: rn.RunFault | None = None
     progress: Progress = field(default_factory=lambda: Progress(0))
     evaluations: list[Evaluation] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What the user did to it that a reader should know."""
     broken: set[tuple[int, int]] = field(default_factory=set)
     """(generation, step) of attempts that came to nothing."""
 
@@ -86,6 +91,13 @@ class Run:
     def leavers(self, membership: Membership) -> list[Slot]:
         """Members that have left the loop early."""
         return [slot for slot in membership.slots if slot in self.left]
+
+    def remark_slow(self, slots: tuple[Slot, ...], factor: float) -> None:
+        """The user has made engines so many times as slow."""
+        what = "as fast as before" if factor == 1 else f"made {factor:g} times as slow"
+        who = f"slot{'' if len(slots) == 1 else 's'} {', '.join(map(str, slots))}"
+        if len(self.remarks) < MAX_REMARKS:
+            self.remarks.append(f"from step {self.progress.step} on {who}: {what}")
 
     def view(self, *, is_whole: bool, cells: tuple[CellId, ...] = ()) -> rn.RunView:
         """As the kernel is told it; `is_whole`: the group is formed; `cells`: it stands for them.

@@ -39,7 +39,7 @@ class Scribe:
         self._run: Run | None = None
         self._recorder: Recorder | None = None
         self._over_since: float | None = None
-        self._next_step = self._num_replaced = self._num_evaluations = 0
+        self._next_step = self._num_replaced = self._num_evaluations = self._num_remarks = 0
 
     def look(self, runs: Runs, view: WorldView, now: float) -> None:
         """Write down what is new; `view`: the world as it was last shown."""
@@ -76,10 +76,13 @@ class Scribe:
             return
         title = f"{run.spec.name or 'own loop'}, run {run.spec.run}"
         resumes = path.exists()
-        self._recorder = Recorder(path, title=title, resumes=resumes)
+        self._recorder = Recorder(
+            path, title=title, first=progress.first, target=run.target, resumes=resumes
+        )
         self._collector.recorder = self._recorder
         self._next_step = progress.step - NUM_AGAIN if resumes else progress.first
-        self._num_replaced, self._num_evaluations = progress.num_replaced, 0
+        self._num_replaced = progress.num_replaced
+        self._num_evaluations = self._num_remarks = 0
 
     def _write_news(self, run: Run, recorder: Recorder) -> None:
         progress = run.progress
@@ -92,3 +95,6 @@ class Scribe:
         for evaluation in run.evaluations[self._num_evaluations :]:
             recorder.evaluation(evaluation)
         self._num_evaluations = len(run.evaluations)
+        for text in run.remarks[self._num_remarks :]:
+            recorder.remark(text)
+        self._num_remarks = len(run.remarks)

@@ -63,10 +63,12 @@ class Seat:
     last_end: str = ""
     not_restored: dict[str, str] = field(default_factory=dict)
     beat: Beat | None = None
+    heard_at: float | None = None
+    """When its engine's last beat came."""
 
     def clear(self) -> None:
         """The engine is gone."""
-        self.pid = self.engine_id = self.beat = None
+        self.pid = self.engine_id = self.beat = self.heard_at = None
         self.replayed, self.is_holder, self.is_late = 0, False, False
         self.is_told_to_end, self.not_restored, self.replays = False, {}, None
         self.killed_why, self.ordered_at = "", None

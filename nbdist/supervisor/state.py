@@ -56,8 +56,10 @@ class Machine(Deadlines):
         self._go_on(now)
         return ""
 
-    def slow(self, slots: Iterable[Slot], factor: float) -> None:
+    def slow(self, slots: tuple[Slot, ...], factor: float) -> None:
         """Make engines so many times as slow."""
+        if (run := self.runs.present) is not None and slots:
+            run.remark_slow(slots, factor)
         for slot in slots:
             self._tell(slot, od.SlowDown(factor=factor))
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from nbdist.protocol.events import Incident
+    from nbdist.protocol.frames import Run
     from nbdist.protocol.story import RunStory
 
 MAX_TABLE_STEPS = 60
@@ -25,6 +26,9 @@ NO_VALUE = "–"
 
 TABLE_DIGITS = 5
 """Of a loss in a table: one step differs little from the next."""
+
+OVER_THE_RUN = "over the run, stalls included"
+"""What `pace` is."""
 
 _LEAST_POWER, _GREATEST_POWER = -3, 4
 """Of ten: a loss below or above is written with it."""
@@ -62,12 +66,14 @@ def headlines(story: RunStory) -> list[Fact]:
     rows = story.rows
     if not len(rows):
         return [Fact(label="steps committed", value="0")]
-    total_s = float(rows["seconds"].sum())
+    total_s = float(np.nansum(rows["seconds"]))
+    wanted = None if story.target is None else story.target - (story.first or 0)
+    of = "" if wanted is None else f"of {wanted:,}, "
     stalls = [i.stall_s for i in story.incidents if i.stall_s is not None]
     lost, repeated = _samples_lost(story.incidents), _samples_repeated(story.incidents)
     sizes = rows["world_size"]
     return [
-        Fact(label="steps committed", value=f"{len(rows):,}", detail=f"in {total_s:.1f} s"),
+        Fact(label="steps committed", value=f"{len(rows):,}", detail=f"{of}in {total_s:.1f} s"),
         Fact(
             label="loss",
             value=loss_text(rows["loss"][-1]),
@@ -75,8 +81,8 @@ def headlines(story: RunStory) -> list[Fact]:
         ),
         Fact(
             label="samples a second",
-            value=f"{_median(throughput(rows)):,.0f}",
-            detail=f"median; {int(rows['samples'].sum()):,} samples",
+            value=f"{pace(int(rows['samples'].sum()), total_s):,.0f}",
+            detail=f"{OVER_THE_RUN}; {int(rows['samples'].sum()):,} samples",
         ),
         Fact(
             label="ranks",
@@ -140,6 +146,31 @@ def throughput(rows: NDArray[np.void]) -> NDArray[np.float64]:
     seconds = np.where(rows["seconds"] > 0, rows["seconds"], np.nan)
     rates: NDArray[np.float64] = rows["samples"] / seconds
     return rates
+
+
+def pace(samples: int, seconds: float) -> float:
+    """Samples a second of a run as a whole, over all ranks, stalls included; NaN before it has any.
+
+    What the report, the picture and the live views mean by "over the run".
+    """
+    return samples / seconds if seconds > 0 else float("nan")
+
+
+def steps_text(run: Run) -> str:
+    """How far a run is: its own steps, and where it began; pages say it alike."""
+    done, wanted = run.step - run.first, run.target - run.first
+    text = f"{done:,} of {counted(wanted, 'step')}" if run.target else counted(done, "step")
+    return f"{text}, from step {run.first:,} on" if run.first else text
+
+
+def silences(incidents: Iterable[Incident]) -> list[tuple[int, float, float]]:
+    """Slot, beginning and end of each time that an engine hung until it was ended."""
+    return [
+        (int(slot), incident.began_at - incident.detect_s, incident.began_at)
+        for incident in incidents
+        if incident.kind == "hung" and incident.began_at is not None and incident.detect_s
+        for slot in incident.slots
+    ]
 
 
 def place(incident: Incident, rows: NDArray[np.void]) -> int | None:
@@ -232,8 +263,10 @@ def describe(story: RunStory, name: str) -> str:
             f"{rows['step'][low]}.{marked}"
         )
     return (
-        f"Samples a second over all ranks, stalls included: median {_median(values):,.0f}, "
-        f"least {values[low]:,.0f} at step {rows['step'][low]}.{marked}"
+        f"Samples a second over all ranks, stalls included: "
+        f"{pace(int(rows['samples'].sum()), float(np.nansum(rows['seconds']))):,.0f} over the run; "
+        f"of a step {_median(values):,.0f} in the median, {values[low]:,.0f} at least, at step "
+        f"{rows['step'][low]}.{marked}"
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from nbdist.protocol.frames import STATES
 from nbdist.protocol.telemetry import Kind
 from nbdist.views import palette
-from nbdist.views.facts import counted
+from nbdist.views.facts import counted, silences
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,11 +169,25 @@ def _membership(story: RunStory) -> Lanes:
         edges = [*at[places], end]
         for place, start, until in zip(places, edges[:-1], edges[1:], strict=True):
             bars.append(_life(seats, int(place), lane, start - began, until - began))
+        for silent, start, until in silences(story.incidents):
+            if silent == slot:
+                what, (top, bottom) = "silent, until it was ended", _WHOLE
+                bars.append(
+                    Bar(
+                        lane=lane,
+                        top=top,
+                        bottom=bottom,
+                        began=start - began,
+                        ended=until - began,
+                        colour=palette.TEXT,
+                        what=what,
+                    )
+                )
     generations = len(set(seats["generation"].tolist()) - {0})
     sentence = (
         f"{counted(len(slots), 'slot')} over {end - began:.1f} s: "
         f"{counted(generations, 'generation')}, {counted(len(story.incidents), 'incident')}. "
-        "Grey: in no group."
+        "Grey: in no group; dark: silent until it was ended."
     )
     return Lanes(unit=unit, sentence=sentence, names=_names(slots[:MAX_LANES]), bars=bars)
 

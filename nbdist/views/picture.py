@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from nbdist.protocol import frames as fr
 from nbdist.views import palette
-from nbdist.views.facts import counted, loss_text
+from nbdist.views.facts import OVER_THE_RUN, counted, loss_text, pace, silences, steps_text
 from nbdist.views.lanes import newest_sync
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ _MAX_LANES = 16
 _MAX_INCIDENTS = 5
 _MEMBER = fr.STATES.index("member")
 _EMPTY_COLOUR = "#d9dce0"
+_SILENT_COLOUR = palette.TEXT
+"""Of an engine that hung, until it was ended."""
 _BUCKET = 0
 """Stands for buckets among the kinds of spans."""
 _COLOURS = {
@@ -182,14 +184,13 @@ class _Axes:
 def _draw_head(sheet: _Sheet, header: fr.Header, tables: dict[str, fr.Table]) -> None:
     run, world, rows = header.run, header.world, tables.get("rows")
     name = run.name or "run" if run else "no run"
-    state = f"{run.state} after {run.step:,} of {counted(run.target, 'step')}" if run else ""
+    state = f"{run.state} after {steps_text(run)}" if run else ""
     sheet.text(_MARGIN, 20, f"{name}: {state}", size=17, room=WIDTH - 2 * _MARGIN)
     facts = [f"{counted(world.world_size, 'rank')}, generation {world.generation}"]
-    if rows is not None and len(rows["loss"]):
-        seconds = float(rows["seconds"].sum()) or float("nan")
+    if run is not None and rows is not None and len(rows["loss"]):
         first, last = (loss_text(float(rows["loss"][place])) for place in (0, -1))
         facts.append(f"loss {first} to {last}")
-        facts.append(f"{float(rows['samples'].sum()) / seconds:,.0f} samples/s, stalls included")
+        facts.append(f"{pace(run.samples, run.seconds):,.0f} samples/s {OVER_THE_RUN}")
     stalls = [n.incident.stall_s for n in header.incidents if n.incident.stall_s is not None]
     longest = f", longest stall {max(stalls) * 1000:,.0f} ms" if stalls else ""
     facts.append(f"{counted(len(header.incidents), 'incident')}{longest}")
@@ -278,6 +279,8 @@ def _draw_membership(
     title, seats = "Who was in the job, and what did each failure cost?", tables.get("seats")
     left, top, right, bottom = box
     texts = [_incident_line(numbered) for numbered in header.incidents[-_MAX_INCIDENTS:]]
+    if (num := len(header.incidents)) > len(texts):
+        texts.insert(0, f"the last {len(texts)} of {num} incidents:")
     height = 15 * len(texts)
     if seats is None or not len(seats["at"]):
         _draw_nothing(sheet, box, title, "" if texts else "nothing is known of seats")
@@ -290,6 +293,11 @@ def _draw_membership(
         slots = np.unique(seats["slot"]).astype(int)[:_MAX_LANES]
         for lane, slot in enumerate(slots):
             _draw_life(axes, lane, len(slots), seats, slot, now)
+            for silent, start, end in silences(n.incident for n in header.incidents):
+                if silent == slot:
+                    x0, x1 = axes.at(start - began, 0)[0], axes.at(end - began, 0)[0]
+                    high, low = axes.lane(lane, len(slots))
+                    sheet.bar((x0, high + 2, x1, low - 2), _SILENT_COLOUR)
     for number, text in enumerate(texts):
         y = bottom - height + 15 * number
         sheet.text(left + 10, y, text, size=11, colour=palette.MUTED, room=right - left - 20)

@@ -30,7 +30,7 @@ def story_frame(
         story: the run.
         name: of its trainer.
         state: in which it ended; empty: what the story says.
-        target: steps after which it was to end; None: those that it has.
+        target: steps after which it was to end; None: what the story says.
     """
     rows = story.rows
     num_steps = int(rows["step"][-1]) + 1 if len(rows) else 0
@@ -38,6 +38,7 @@ def story_frame(
         fr.Numbered(number=number, incident=incident)
         for number, incident in enumerate(story.incidents, 1)
     )
+    first = int(rows["step"][0]) if len(rows) else 0
     tables, thinned = _tables(story)
     header = fr.Header(
         seq=1,
@@ -48,13 +49,15 @@ def story_frame(
             run=RunId(story.title),
             name=name,
             state=state or story.state or "recorded",
-            first=int(rows["step"][0]) if len(rows) else 0,
+            first=first if story.first is None else story.first,
             step=num_steps,
-            target=num_steps if target is None else target,
+            target=target or story.target or 0,
             durable=num_steps,
             until=None,
             usual_s=float(np.median(rows["seconds"])) if len(rows) else 0.0,
             fault=story.fault,
+            samples=int(rows["samples"].sum()),
+            seconds=float(np.nansum(rows["seconds"])),
         ),
         is_live=False,
         world=_world(story),

@@ -293,6 +293,8 @@ class SyntheticRun:
                 until=None,
                 usual_s=0.18,
                 fault="",
+                samples=int(self._arrays["rows"]["samples"][:step].sum()),
+                seconds=float(self._arrays["rows"]["seconds"][:step].sum()),
             ),
             is_live=True,
             world=self._world(now),

@@ -25,6 +25,7 @@ from nbdist.protocol.frames import (
 )
 from nbdist.protocol.story import ROWS, Evaluation
 from nbdist.protocol.telemetry import RECORD, Kind
+from nbdist.protocol.topology import Member, Membership
 from nbdist.supervisor.attempts import SETTLED_S
 from nbdist.supervisor.changes import Changes
 from nbdist.supervisor.collector import Collector
@@ -360,20 +361,59 @@ def test_incidents_are_told_when_they_change_and_all_to_newcomers(house):
     story = house.machine.story
     house.begin()
     house.order(SUBSCRIBE)
-    incident = story.begin("lost", 1, {1: 1}, "SIGKILL", 5.0)
+    incident = story.begin("lost", 1, {1: 1}, "SIGKILL", house.now)
     house.wait(0.5)
     incident.stall_s = 0.25
     house.wait(0.5)
     told = [n for header, _ in house.client.frames for n in header.incidents]
     assert [(n.number, n.incident.stall_s) for n in told] == [(1, None), (1, 0.25)]
-    assert told[0].incident.began_at == 5.0
+    assert told[0].incident.began_at == START
     for _ in range(MAX_INCIDENTS):
-        story.begin("lost", 1, {1: 1}, "SIGKILL", 6.0)
+        story.begin("lost", 1, {1: 1}, "SIGKILL", house.now)
     house.order(msgspec.structs.replace(SUBSCRIBE, name="other"))
     house.wait(0.5)
     (header, _), *_ = house.clients[b"kernel", "other"].frames
     assert [n.number for n in header.incidents] == list(range(2, MAX_INCIDENTS + 2))
     assert header.counters.incidents_left_out == 1
+
+
+def test_a_run_has_the_incidents_since_it_began(house):
+    """Those of the run before are not its own, and its own are counted from 1."""
+    story = house.machine.story
+    house.begin()
+    story.begin("lost", 1, {1: 1}, "SIGKILL", house.now)
+    house.end()
+    house.look(1.0)
+    house.begin("r2", first=900)
+    house.order(SUBSCRIBE)
+    house.wait(0.5)
+    assert house.client.last.incidents == ()
+    story.begin("hung", 2, {0: 0}, "SIGSTOP", house.now)
+    house.wait(0.5)
+    told = [n for header, _ in house.client.frames for n in header.incidents]
+    assert [(n.number, n.incident.kind) for n in told] == [(1, "hung")]
+
+
+def test_who_is_silent_is_told_in_whole_seconds(house):
+    """An engine of which no beat comes is named soon, long before it is taken for hung."""
+    machine = house.machine
+    house.begin()
+    slots = list(machine.seats)
+    machine.membership = Membership(
+        generation=1,
+        members=tuple(Member(slot=s, engine_id=int(s), pid=10 + s, host="h") for s in slots),
+    )
+    for slot in slots:
+        seat = machine.seats[slot]
+        seat.state, seat.pid, seat.heard_at = SeatState.MEMBER, 10 + slot, house.now
+    house.order(SUBSCRIBE)
+    for _ in range(70):
+        machine.seats[slots[0]].heard_at = house.now
+        house.look()
+    silent = [[seat.silent_s for seat in header.world.seats] for header, _ in house.client.frames]
+    assert silent[0] == [0.0, 0.0]
+    assert silent[-1] == [0.0, 3.0]
+    assert sorted({other for _, other in silent}) == [0.0, 2.0, 3.0]
 
 
 def test_what_is_missing_is_counted(house, made_up):
@@ -704,7 +744,7 @@ def test_words_have_bounds_too(house):
     run = house.begin()
     long = "x" * 5_000
     for number in range(MAX_INCIDENTS):
-        incident = house.machine.story.begin("lost", number, {1: 1}, long, 5.0)
+        incident = house.machine.story.begin("lost", number, {1: 1}, long, house.now)
         incident.reason = long
         incident.not_restored = {f"{name} {long}": long for name in range(100)}
         metrics = {f"{name} {long}": 1.0 for name in range(100)}

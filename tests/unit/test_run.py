@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import numpy as np
@@ -736,3 +737,18 @@ def test_a_line_does_not_wait_long(run, supervisor):
     run._ask = lambda order, timeout: limits.append(timeout) or supervisor.ask(order, timeout)
     run.summary()
     assert limits == [module.GLANCE_LIMIT_S]
+
+
+def test_a_story_tells_when_it_began_and_what_was_done_to_it(run, supervisor):
+    """The record of a report names the day; notes say that engines were made slow."""
+    supervisor.rows = rows(7, 9, at=time.monotonic() - 60.0)
+    run.first_step = 7
+    run.hear(view(), ())
+    story = run.story()
+    began = datetime.fromisoformat(story.started)
+    assert 50 < (datetime.now(tz=UTC) - began).total_seconds() < 120
+    assert (story.first, story.target) == (7, 10)
+    slowed = replace(report(0, rows(0, 1)), remarks=("slot 1: made 5 times as slow",))
+    record = RunRecord()
+    record.take(slowed)
+    assert record.notes([], "", "running")[0] == "slot 1: made 5 times as slow"

@@ -141,6 +141,25 @@ def test_the_next_run_has_a_record_of_its_own(house):
     assert house.record("r2").incidents == []
 
 
+def test_what_the_user_did_and_what_was_wanted_are_written_down(house):
+    """A record knows how many steps were wanted, and that engines were made slow."""
+    run = house.begin("r1", first=5)
+    run.target = 905
+    house.look()
+    run.remark_slow((1,), 5.0)
+    house.look()
+    run.remark_slow((1,), 1.0)
+    house.runs.end("stopped", PAIR)
+    for _ in range(2):
+        house.wait(1.0)
+    story = house.record("r1").story()
+    assert [note.partition(" on ")[2] for note in story.notes[:2]] == [
+        "slot 1: made 5 times as slow",
+        "slot 1: as fast as before",
+    ]
+    assert (story.first, story.target) == (5, 905)
+
+
 def test_a_fault_is_told(house):
     """With its kind and message."""
     house.begin()

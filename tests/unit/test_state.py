@@ -247,7 +247,7 @@ class World:
             rss_bytes=1,
             **more,
         )
-        self.machine.beat(event)
+        self.machine.beat(event, self.now)
 
     def tick(self, seconds=0.0):
         self.now += seconds
@@ -2223,6 +2223,19 @@ def test_who_was_made_slow_and_hangs_for_it_is_told_so():
     world.seat(1).beat = replace(world.seat(1).beat, slow_factor=500.0)
     (kill,) = only(world.tick(), do.KillEngine)
     assert kill.why.endswith("2 s; it was made 500 times as slow")
+
+
+def test_a_run_keeps_that_engines_were_made_slow():
+    """Who reads its report is told why its pace changed; without a run there is nothing to keep."""
+    world = World.running(2)
+    world.machine.slow((0,), 2.0)
+    world.train()
+    world.machine.slow((1,), 5.0)
+    world.machine.slow((0, 1), 1.0)
+    assert world.machine.runs.present.remarks == [
+        "from step 0 on slot 1: made 5 times as slow",
+        "from step 0 on slots 0, 1: as fast as before",
+    ]
 
 
 def test_nobody_is_hung_before_the_last_that_waits_has_waited_long_enough():

@@ -728,7 +728,7 @@ class Life:
         event, machine = engine.outbox.popleft(), self.machine
         match event:
             case ev.Beat():
-                machine.beat(event)
+                machine.beat(event, self.now)
             case ev.EngineHello():
                 machine.hello(event, self.now)
             case ev.JournalReplayed():

@@ -59,7 +59,7 @@ def beat(machine, slot, *, cell=None, waiting=None):
         waiting=waiting,
         rss_bytes=5_000,
     )
-    machine.beat(event)
+    machine.beat(event, NOW)
 
 
 WAIT = ev.Where(operation="all_reduce", line="cell line 2: f()", since_s=NOW)

@@ -16,6 +16,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from msgspec import structs
 from stories import synthetic_story
 
 from nbdist._version import __version__
@@ -28,6 +29,7 @@ from nbdist.views.bundle import bokehjs, report_module
 from nbdist.views.chart import Chart
 from nbdist.views.figures import figure
 from nbdist.views.lanes import LANE_NAMES, lanes
+from nbdist.views.playback import story_frame
 from nbdist.views.report import Check, page, write_report
 
 NUM_STEPS = 30
@@ -76,14 +78,42 @@ def checks_of(story):
 
 
 def test_headlines_are_those_of_the_rows():
-    """Steps, loss, median throughput, worlds, incidents and samples."""
+    """Steps, loss, throughput, worlds, incidents and samples."""
     values = {fact.label: (fact.value, fact.detail) for fact in facts.headlines(make_story())}
     assert values["steps committed"] == ("30", "in 6.6 s")
     assert values["loss"] == ("2.10", "from 5.00")
-    assert values["samples a second"] == ("80", "median; 480 samples")
+    assert values["samples a second"] == ("73", "over the run, stalls included; 480 samples")
     assert values["ranks"] == ("4", "3 to 4; 3 generations")
     assert values["incidents"] == ("2", "longest stall 600 ms")
     assert values["samples lost / repeated"] == ("0 / 0", "")
+
+
+def test_steps_are_those_of_the_run():
+    """Of a trainer that had committed some before, from where it began; of how many, if known."""
+
+    def text(first, step, target):
+        told = story_frame(make_story(), target=target)
+        return facts.steps_text(structs.replace(fr.unpack(told)[0].run, first=first, step=step))
+
+    assert text(0, 3813, 100_000) == "3,813 of 100,000 steps"
+    assert text(441, 993, 1041) == "552 of 600 steps, from step 441 on"
+    assert text(0, 1, None) == "1 step"
+    stopped = make_story(target=100_000)
+    assert facts.headlines(stopped)[0].detail == "of 100,000, in 6.6 s"
+
+
+def test_the_pace_of_a_run_is_one_number():
+    """Picture, report and live views say the same: of the whole run, stalls included."""
+    story = make_story()
+    run = fr.unpack(story_frame(story))[0].run
+    assert (run.samples, run.seconds) == (480, pytest.approx(6.6))
+    assert f"{facts.pace(run.samples, run.seconds):.0f}" == facts.headlines(story)[2].value
+
+
+def test_an_engine_that_hung_is_marked_until_it_was_ended():
+    """From its last sign of life on; one that was lost at once has no such time."""
+    hung = incident(kind="hung", began_at=12.0, detect_s=10.0, slots=(1,))
+    assert facts.silences([hung, incident()]) == [(1, 2.0, 12.0)]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +200,9 @@ def test_each_chart_is_told_in_a_sentence():
     """The sentence has the chart's numbers, whatever they are."""
     story = make_story()
     assert "from 5.00 to 2.10, lowest 2.10 at step 29. 2" in facts.describe(story, "loss")
-    assert "median 80, least 20 at step 10" in facts.describe(story, "throughput")
+    assert "73 over the run; of a step 80 in the median, 20 at least, at step 10" in facts.describe(
+        story, "throughput"
+    )
     assert "4 at first, 4 at last, 3 at least" in facts.describe(story, "world")
     assert facts.describe(empty_story(), "loss") == "No step was committed."
     lost = with_rows(loss=(slice(None), np.nan))
