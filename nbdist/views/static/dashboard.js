@@ -16,6 +16,7 @@ const PANELS = /** @type {const} */ ({
   loss: Loss,
   membership: Membership,
 });
+const LAST_VALUES = "These are the last values.";
 const GAP = 8;
 const LINE_PX = 22;
 /** Width of a picture of all charts, on the page. */
@@ -126,8 +127,10 @@ class Dashboard {
     this.ranks?.orders.answer(message);
   }
 
-  /** The kernel is gone: nobody takes orders. */
-  cut() {
+  /** Nobody takes orders. @param {string} why in words */
+  cut(why) {
+    this.store.lost = why;
+    this.drawNumbers();
     this.ranks?.cut();
   }
 
@@ -142,16 +145,16 @@ class Dashboard {
   }
 
   /**
-   * What is known, a note and all charts on one canvas, two beside one another.
-   * @param {string} note @returns {HTMLCanvasElement | null}
+   * What is known and all charts on one canvas, two beside one another.
+   * @returns {HTMLCanvasElement | null}
    */
-  picture(note) {
+  picture() {
     const { ground, text } = this.look;
     const parts = this.panels.map((panel) => panel.picture(ground, text));
     const canvases = parts.flatMap((part) => (part ? [part] : []));
     const pairs = canvases.flatMap((_, i) => (i % 2 ? [] : [canvases.slice(i, i + 2)]));
     const gap = GAP * devicePixelRatio;
-    const lines = [...summary(this.store), note].filter(Boolean);
+    const lines = [...summary(this.store), this.store.lost && LAST_VALUES].filter(Boolean);
     const head = 2 * gap + lines.length * LINE_PX * devicePixelRatio;
     const wide = pairs.map((pair) => pair.reduce((sum, canvas) => sum + canvas.width + gap, gap));
     const high = pairs.map((pair) => Math.max(...pair.map((canvas) => canvas.height)) + gap);
@@ -207,9 +210,9 @@ export async function show(box, code, host) {
 /**
  * A picture of all charts, made where nobody sees it; `Code` of types.d.ts says of what.
  * @param {import("./types").Code} code @param {import("./types").Host} host
- * @param {import("./types").Shown | null} shown @param {import("./types").Frame[]} frames @param {string} note
+ * @param {import("./types").Shown | null} shown @param {import("./types").Frame[]} frames @param {string} lost
  */
-export async function pictured(code, { settings, order }, shown, frames, note) {
+export async function pictured(code, { settings, order }, shown, frames, lost) {
   const box = document.body.appendChild(element("div", "nbdist nbdist-pictured"));
   box.style.width = `${PICTURE_PX}px`;
   const views = settings.views.filter((name) => name in PANELS);
@@ -218,8 +221,9 @@ export async function pictured(code, { settings, order }, shown, frames, note) {
     if (shown) made.store = shown.store;
     for (const frame of frames) made.store.take(frame);
     if (!made.store.header) return null;
+    made.store.lost = lost;
     await made.drawAll();
-    return made.picture(note);
+    return made.picture();
   } finally {
     made.dispose();
     box.remove();

@@ -16,6 +16,17 @@ export function counted(count, word) {
   return `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 }
 
+/** How far a run is, by the rule of `facts.py`. @param {import("./types").Run} run */
+export function stepsText({ first, step, target }) {
+  const text = target ? `${number(step - first)} of ${counted(target - first, "step")}` : counted(step - first, "step");
+  return first ? `${text}, from step ${number(first)} on` : text;
+}
+
+/** Samples a second over a whole run, stalls included, as `facts.pace` has it. @param {import("./types").Run | null} run */
+export function runPace(run) {
+  return run && run.seconds > 0 ? run.samples / run.seconds : NaN;
+}
+
 /** A duration in ms. @param {number | null | undefined} seconds @returns {string} */
 export function ms(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
@@ -38,7 +49,8 @@ export function lossText(value, digits = 3) {
 export function size(bytes) {
   if (!Number.isFinite(bytes) || bytes <= 0) return NONE;
   if (bytes >= 2 ** 30) return `${number(bytes / 2 ** 30, 2)} GiB`;
-  return bytes >= 2 ** 20 ? `${number(bytes / 2 ** 20, 1)} MiB` : `${number(bytes / 1024, 1)} KiB`;
+  const [value, unit] = bytes >= 2 ** 20 ? [bytes / 2 ** 20, "MiB"] : [bytes / 1024, "KiB"];
+  return `${number(value, value < 100 ? 1 : 0)} ${unit}`;
 }
 
 /** @param {number} share of one @returns {string} */

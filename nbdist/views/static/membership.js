@@ -49,7 +49,7 @@ export class Membership extends Panel {
       item.classList.toggle("nbdist-hatched", hatch === "/");
     }
     this.charts[1].place.before(this.keys);
-    this.tools.append("Bars in colour: member of the group. Grey: empty, starting or leaving. Numbers: generations.");
+    this.tools.append("Bars in colour: member of the group. Grey: empty, starting or leaving. Dark: silent. Numbers: generations.");
     this.list = element("table", "nbdist-table nbdist-incidents");
     const place = element("div", "nbdist-scroller");
     place.append(this.list);
@@ -96,6 +96,12 @@ export class Membership extends Panel {
         for (const [name, value] of Object.entries({ ...values, ...more })) lives[name].push(value);
       });
     });
+    for (const { slot, from, to } of store.silences) {
+      const lane = slots.indexOf(slot);
+      const values = { left: from - began, right: to - began, bottom: lane + 0.85, top: lane + 0.15, slot };
+      const more = { colour: this.look.text, hatch: "x", state: "silent, until it was ended" };
+      for (const [name, value] of Object.entries({ ...values, ...more })) lives[name].push(value);
+    }
     const each = Math.max(MIN_LANE_PX, Math.min(MAX_LANE_PX, LANES_PX / slots.length));
     chart.lanes(slots.map((slot) => `slot ${slot}`), each, HEAD_PX);
     chart.set("lives", lives);
@@ -148,8 +154,8 @@ export class Membership extends Panel {
 
   /** Always there: what to look at after a kill. @param {Store} store */
   writeIncidents(store) {
-    const header = ["#", "what", "slots", "stall ms", "detect", "regroup", "restore", "step", "generation", "cause"];
-    header.push("steps repeated", "samples lost / repeated");
+    const header = ["#", "what", "slots", "stall ms", "detect ms", "regroup ms", "restore ms", "step", "gen", "cause"];
+    header.push("steps again", "samples lost / again");
     const rows = [...store.incidents].slice(-MAX_ROWS).reverse().map(([count, i]) => {
       const symbol = this.look.settings.symbols[i.kind] ?? "";
       const after = i.generation_after === null ? "…" : `${i.generation_after}`;

@@ -1,6 +1,6 @@
 // The overview card: six numbers that say how the run stands.
 
-import { counted, element, lossText, median, ms, NONE, number, percent, size } from "./format.js";
+import { counted, element, lossText, median, ms, NONE, number, percent, runPace, size, stepsText } from "./format.js";
 import { shares } from "./sync.js";
 import { verdict } from "./throughput.js";
 
@@ -9,15 +9,15 @@ import { verdict } from "./throughput.js";
 const RECENT_STEPS = 20;
 const PHASE_WORDS = { running: "whole", forming: "forming", restoring: "restoring" };
 
-/** Samples a second over the last steps, stalls included. @param {Store} store */
+/** Samples a second over the last steps, stalls included, also the one that goes on. @param {Store} store */
 export function pace(store) {
   const seconds = store.rows.get("seconds").slice(-RECENT_STEPS);
   const samples = store.rows.get("samples").slice(-RECENT_STEPS);
-  const time = seconds.reduce((sum, s) => sum + s, 0);
+  const time = seconds.reduce((sum, s) => sum + s, store.stall_s);
   return time > 0 ? samples.reduce((sum, n) => sum + n, 0) / time : NaN;
 }
 
-/** How the run stands, in two lines. @param {Store} store @returns {string[]} */
+/** How the run stands, or stood when the kernel was lost, in two lines. @param {Store} store @returns {string[]} */
 export function summary(store) {
   const { world, run, rows, incidents } = store;
   if (!world) return [];
@@ -25,11 +25,11 @@ export function summary(store) {
   const stalls = [...incidents.values()].flatMap(({ stall_s }) => (stall_s === null ? [] : [stall_s]));
   const longest = stalls.length ? `, longest stall ${ms(Math.max(...stalls))} ms` : "";
   return [
-    run ? `${run.name || "run"}: ${run.state} after ${number(run.step)} of ${counted(run.target, "step")}` : "no run",
+    run ? `${run.name || "run"}: ${store.lost ? `${store.lost}, at` : `${run.state} after`} ${stepsText(run)}` : store.lost || "no run",
     [
       `${counted(world.world_size, "rank")}, generation ${world.generation}`,
       ...(losses.length ? [`loss ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])}`] : []),
-      ...(losses.length ? [`${number(pace(store))} samples/s`] : []),
+      ...(losses.length ? [`${number(runPace(run))} samples/s over the run, stalls included`] : []),
       `${counted(incidents.size, "incident")}${longest}`,
     ].join("   ·   "),
   ];
@@ -75,13 +75,19 @@ export class Overview {
     const state = run ? run.state : "no run";
     const phase = PHASE_WORDS[/** @type {keyof PHASE_WORDS} */ (world.phase)] ?? world.phase;
     const reason = run?.fault || (world.healthy ? "" : world.reason);
-    this.chip.dataset.state = world.phase === "running" ? state : world.phase;
-    this.chip.textContent = `${state} · the group is ${phase}${reason ? ` · ${reason}` : ""}`;
+    const { stall_s, silent, lost } = store;
+    const stalls = stall_s ? [`no step for ${number(stall_s)} s`] : [];
+    const silences = silent.map(({ rank, silent_s }) => `rank ${rank} silent for ${number(silent_s)} s`);
+    const words = lost ? [lost] : [state, `the group is ${phase}`, reason, [...stalls, ...silences].join("; ")];
+    this.chip.dataset.state = lost ? "lost" : stall_s || silent.length ? "stalled" : world.phase === "running" ? state : world.phase;
+    this.chip.textContent = words.filter(Boolean).join(" · ");
     const losses = rows.get("loss");
     const first = losses.length ? `from ${lossText(losses[0])}` : "no step is committed yet";
-    this.set("step", run ? number(run.step) : NONE, run ? `of ${number(run.target)}` : "no run");
+    const [steps, ...of] = run ? stepsText(run).split(" ") : [NONE, "no run"];
+    this.set("step", steps, of.join(" "));
     this.set("loss", lossText(losses[losses.length - 1]), first);
-    this.set("pace", number(pace(store)), "samples/s, all ranks");
+    if (store.isOver) this.set("pace", number(runPace(run)), "samples/s over the run, stalls included");
+    else this.set("pace", number(pace(store)), stall_s ? `samples/s; no step for ${number(stall_s)} s` : `samples/s, last ${RECENT_STEPS} steps`);
     this.set("ranks", `${world.world_size}`, `of ${world.size}; generation ${world.generation}`);
     const overlap = shares(store);
     this.set("overlap", percent(overlap.hidden), overlap.why);

@@ -9,6 +9,9 @@ import { recent } from "./throughput.js";
 const QUEUED_AFTER_MS = 600;
 const SLOW_FACTOR = 5;
 const HEADER = ["rank", "slot", "state", "gen", "device", "pid", "compute ms", "waiting", "memory", ""];
+const RECENT = "Median of the last steps: those of 4 s, but 5 to 50 of them";
+/** @type {Record<string, string>} */
+const TITLES = { "compute ms": RECENT, waiting: RECENT };
 
 /** Orders on their way: what was asked, and what became of it. */
 export class Orders {
@@ -93,11 +96,16 @@ export class Ranks {
     const scroller = this.root.appendChild(element("div", "nbdist-scroller"));
     this.table = scroller.appendChild(element("table", "nbdist-table"));
     const line = this.table.appendChild(element("thead")).appendChild(element("tr"));
-    for (const name of HEADER) line.appendChild(element("th", "", name)).scope = "col";
+    for (const name of HEADER) {
+      const cell = line.appendChild(element("th", "", name));
+      cell.scope = "col";
+      cell.title = TITLES[name] ?? "";
+    }
     this.body = this.table.appendChild(element("tbody"));
     /** @type {Map<number, Row>} */ this.rows = new Map();
   }
 
+  /** Until frames come again. */
   cut() {
     for (const button of this.root.querySelectorAll("button")) button.disabled = true;
     this.orders.dispose();
@@ -108,7 +116,7 @@ export class Ranks {
     const { world, run } = store;
     if (!world) return;
     const state = run?.state ?? "";
-    const isOn = ["running", "recovering", "paused"].includes(state) && Boolean(store.header?.is_live);
+    const isOn = ["running", "recovering", "paused"].includes(state) && store.isLive;
     for (const [action, button] of this.controls) {
       const fits = action === "resume" ? state === "paused" : action !== "pause" || state !== "paused";
       if (!button.hasAttribute("aria-busy")) button.disabled = !isOn || !fits;
@@ -122,7 +130,7 @@ export class Ranks {
         const after = [...this.rows.values()].find((other) => other.slot > seat.slot);
         this.body.insertBefore(row.line, after?.line ?? null);
       }
-      row.update(seat, times.get(seat.slot), Boolean(store.header?.is_live));
+      row.update(seat, times.get(seat.slot), store.isLive);
     }
     const slots = new Set(world.seats.map((seat) => seat.slot));
     for (const [slot, row] of this.rows) {
@@ -166,7 +174,8 @@ class Row {
   update(seat, times, isLive) {
     this.seat = seat;
     const slowed = seat.slow_factor > 1 ? `, slowed × ${seat.slow_factor}` : "";
-    const state = `${seat.state}${slowed}${seat.activity ? ` · ${seat.activity}` : ""}`;
+    const silent = seat.silent_s > 0 ? ` · silent for ${seat.silent_s} s` : "";
+    const state = `${seat.state}${slowed}${silent || (seat.activity && ` · ${seat.activity}`)}`;
     const values = [
       seat.rank === null ? NONE : `${seat.rank}`,
       `${seat.slot}`,

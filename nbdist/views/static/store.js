@@ -6,6 +6,10 @@ const MAX_ROWS = 8000;
 const MAX_STEPS = 24000;
 const MAX_DETAILS = 8000;
 
+/** Steps of a run that are missing for so long are told, where they are usually quicker. */
+const STALL_S = 2;
+const STALL_STEPS = 5;
+
 /** Numbers in columns; grows at its end and forgets at its beginning. */
 export class Table {
   /** @param {number} limit rows that are kept */
@@ -66,12 +70,14 @@ export class Store {
     /** @type {Map<number, import("./types").Incident>} */ this.incidents = new Map();
     /** @type {import("./types").Header["evaluations"]} */ this.evaluations = [];
     /** @type {import("./types").Header | null} */ this.header = null;
+    /** Why nothing new comes; empty where it does. */ this.lost = "";
   }
 
   /** @param {import("./types").Frame} frame */
   take({ header, tables }) {
     if (header.kind === "snapshot") Object.assign(this, new Store());
     this.header = header;
+    this.lost = "";
     for (const { number, incident } of header.incidents) this.incidents.set(number, incident);
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
@@ -121,6 +127,32 @@ export class Store {
   get isOver() {
     const state = this.run?.state ?? "";
     return !this.header?.is_live || ["finished", "stopped", "failed"].includes(state);
+  }
+
+  /** Orders may be given. */
+  get isLive() {
+    return Boolean(this.header?.is_live) && !this.lost;
+  }
+
+  /** So long no step was committed though one was due, in seconds; 0: it goes on as it should. */
+  get stall_s() {
+    const { run, rows, now } = this;
+    const at = rows.get("at")[rows.length - 1];
+    if (!run || !["running", "recovering"].includes(run.state) || !this.isLive || !rows.length) return 0;
+    return now - at > Math.max(STALL_S, STALL_STEPS * run.usual_s) ? now - at : 0;
+  }
+
+  /** Members of the group of which nothing is heard. */
+  get silent() {
+    return this.world?.seats.filter((seat) => seat.silent_s > 0) ?? [];
+  }
+
+  /** When engines hung: until they were ended, or until now. @returns {{slot: number, from: number, to: number}[]} */
+  get silences() {
+    const over = [...this.incidents.values()].flatMap(({ kind, slots, began_at, detect_s }) =>
+      kind === "hung" && began_at !== null && detect_s ? slots.map((slot) => ({ slot, from: began_at - detect_s, to: began_at })) : [],
+    );
+    return [...over, ...this.silent.map(({ slot, silent_s }) => ({ slot, from: this.now - silent_s, to: this.now }))];
   }
 
   /** When the cluster's story begins. */

@@ -114,7 +114,7 @@ export function shares(store) {
   if (!(all > 0)) return { hidden: NaN, why: "no bucket yet" };
   const exposed = measured.reduce((sum, m) => sum + m.exposed, 0);
   const each = ms(median(measured.map((m) => m.exposed)));
-  return { hidden: 1 - exposed / all, why: `${each} ms in the open, a step` };
+  return { hidden: 1 - exposed / all, why: `mean of the last ${RECENT_STEPS} steps; usually ${each} ms in the open` };
 }
 
 export class Sync extends Panel {
@@ -233,7 +233,7 @@ export class Sync extends Panel {
     const buckets = Math.max(...slots.map((slot) => entry.slots.get(slot)?.buckets.length ?? 0));
     const left = entry.slots.size > slots.length ? ` The first ${slots.length} of ${entry.slots.size} slots are shown.` : "";
     this.say(
-      `${percent(hidden)} of the communication is hidden behind computing; at most ${ms(worst.exposed)} ms are in ` +
+      `In this step ${percent(hidden)} of the communication is hidden behind computing, by the median of its slots; at most ${ms(worst.exposed)} ms are in ` +
         `the open (slot ${worst.slot}). ${buckets} ${buckets === 1 ? "bucket" : "buckets"}, ${size(worst.bytes)} together.${left} Waiting for slower slots counts; times are the host's.`,
     );
   }

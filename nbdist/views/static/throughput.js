@@ -73,6 +73,12 @@ export function verdict(store) {
     })
     .filter(({ score }) => Number.isFinite(score))
     .sort((a, b) => b.score - a.score);
+  const [mute] = store.stall_s ? store.silent : [];
+  if (mute) {
+    const since = `nothing was heard of it for ${number(mute.silent_s)} s`;
+    const sentence = `Slot ${mute.slot} holds the others up: ${since}, and no step was committed for ${number(store.stall_s)} s.`;
+    return { slot: mute.slot, name: `slot ${mute.slot}`, detail: since, sentence };
+  }
   const [worst, next] = scores;
   if (!worst || !next) return { slot: null, name: NONE, detail: "needs two ranks with steps", sentence: "" };
   if (worst.score < SLOW_SHARE || worst.score < 2 * next.score) {

@@ -18,8 +18,8 @@ export interface Code {
   Bokeh: any;
   views: {
     show(box: HTMLElement, code: Code, host: Host): Promise<Shown>;
-    /** A picture of all charts, seen or not: of what is shown, or of frames that never were. */
-    pictured(code: Code, host: Host, shown: Shown | null, frames: Frame[], note: string): Promise<HTMLCanvasElement | null>;
+    /** A picture of all charts, seen or not: of what is shown, or of frames that never were, and why no more came. */
+    pictured(code: Code, host: Host, shown: Shown | null, frames: Frame[], lost: string): Promise<HTMLCanvasElement | null>;
   };
   figures: Record<string, any>;
 }
@@ -50,9 +50,10 @@ export interface Shown {
   /** Another run beneath this one. */
   compare(title: string, rows: Columns): void;
   setAge(age: number): void;
-  cut(): void;
-  /** What is known, a note, and the charts that are drawn, on one canvas. */
-  picture(note: string): HTMLCanvasElement | null;
+  /** Nobody takes orders; why, in words. */
+  cut(why: string): void;
+  /** What is known, and the charts that are drawn, on one canvas. */
+  picture(): HTMLCanvasElement | null;
   store: any;
   dispose(): void;
   isOver: boolean;
@@ -96,6 +97,8 @@ export interface Seat {
   activity: string;
   slow_factor: number;
   num_not_restored: number;
+  /** No sign of life for so long; 0: there is. */
+  silent_s: number;
 }
 export interface World {
   phase: string;
@@ -117,12 +120,15 @@ export interface Run {
   until: number | null;
   usual_s: number;
   fault: string;
+  samples: number;
+  seconds: number;
 }
 export interface Incident {
   kind: string;
   slots: number[];
   ranks: number[];
   cause: string;
+  began_at: number | null;
   step: number | null;
   generation_before: number;
   generation_after: number | null;

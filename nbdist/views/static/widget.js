@@ -284,7 +284,10 @@ class View {
   receive(message, buffers) {
     if (message.type === "code") takeCode(message.version, buffers);
     else if (message.type === "answer") this.shown?.answer(message);
-    else if (message.type === "ended") this.ended = message.text;
+    else if (message.type === "ended") {
+      this.ended = message.text;
+      void this.catchUp();
+    }
     else if (message.type === "frame") {
       try {
         this.takeFrame(unpackedFrame(buffers[0]));
@@ -334,6 +337,7 @@ class View {
     try {
       await this.making;
       for (const frame of this.shown ? this.waiting.splice(0) : []) this.shown?.take(frame);
+      if (this.ended && !this.isOver) this.shown?.cut(this.ended); // until frames come again
       this.tick();
     } catch (error) {
       this.status.textContent = `nbdist: cannot be drawn: ${error}`;
@@ -365,19 +369,20 @@ class View {
 
   /** Why nothing new will come. */
   get note() {
-    return `${this.lost}; these are the last values`;
+    return `${this.lost || this.ended}; these are the last values`;
   }
 
   /** Say how old the data is. */
   tick() {
     const { age, isOver } = this;
-    const isStale = Boolean(this.lost) || (!isOver && this.seen > 0 && age > STALE_AFTER_S);
+    const isStale = Boolean(this.lost || (this.ended && !isOver)) || (!isOver && this.seen > 0 && age > STALE_AFTER_S);
     let text = "live";
     if (this.refused) text = this.refused;
     else if (this.lost) text = this.note;
     else if (!this.seen) text = this.ended || "waiting for the kernel";
     else if (isOver) text = "the run is over";
-    else if (isStale) text = `no data for ${Math.round(age)} s${this.ended && `: ${this.ended}`}`;
+    else if (this.ended) text = this.note;
+    else if (isStale) text = `no data for ${Math.round(age)} s`;
     this.box.classList.toggle("nbdist-stale", isStale);
     if (this.status.textContent !== text) this.status.textContent = text;
     this.shown?.setAge(isOver ? 0 : age);
@@ -391,16 +396,22 @@ class View {
       if (this.lost) return;
       this.lost = why;
       this.tick();
-      this.shown?.cut();
+      this.shown?.cut(why);
       void this.freeze();
     };
     model.on("comm_live_update", () => lose("the kernel was restarted"));
     const session = model.widget_manager?.context?.sessionContext;
     if (!session) return;
     // Not on "unknown": a reconnection passes through it.
-    const gone = ["restarting", "autorestarting", "dead", "terminating"];
+    const gone = new Map([
+      ["restarting", "the kernel was restarted"],
+      ["autorestarting", "the kernel died and was restarted"],
+      ["dead", "the kernel died"],
+      ["terminating", "the kernel was shut down"],
+    ]);
     const onStatus = (/** @type {unknown} */ _, /** @type {string} */ status) => {
-      if (gone.includes(status)) lose(`the kernel is ${status}`);
+      const why = gone.get(status);
+      if (why) lose(why);
     };
     const onKernel = (/** @type {unknown} */ _, /** @type {any} */ change) => {
       if (change.newValue?.id === change.oldValue?.id) return;
@@ -418,7 +429,7 @@ class View {
   async freeze() {
     const { model } = this;
     const places = held(model); // at once, and so is this: the view may be removed with its model
-    const seen = this.shown?.picture(this.note) ?? null;
+    const seen = this.shown?.picture() ?? null;
     await after(0);
     const bare = places.filter((place) => !place.picture);
     for (const place of places) if (place.picture) replace(model, place, place.picture, place.metadata);
@@ -439,7 +450,7 @@ class View {
     if (!code || (document.hidden && seen)) return seen;
     while (document.hidden) await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
     const host = { settings: this.model.get("settings"), order: () => {} };
-    const drawing = code.views.pictured(code, host, this.shown, this.waiting, this.note);
+    const drawing = code.views.pictured(code, host, this.shown, this.waiting, this.lost);
     return (await Promise.race([drawing.catch(() => null), after(FREEZE_LIMIT_MS)])) ?? seen;
   }
 }
