@@ -9,6 +9,7 @@ import json
 import re
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -310,6 +311,12 @@ def test_at_the_end_a_picture_takes_its_place(made, shows):
     dashboard.hear({"type": "hello", "view": "later", "has_code": True})
     assert kinds(sent)[-1] == "freeze"
     assert feed.num_resyncs == 0
+
+
+def test_the_readme_says_what_each_view_answers():
+    """Who looks for a view finds its name and its question."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert [name for name in db.VIEWS if f"| `{name}` | " not in text] == []
 
 
 def test_a_thaw_puts_the_live_view_back(made, shows):
