@@ -193,7 +193,7 @@ def _draw_head(sheet: _Sheet, header: fr.Header, tables: dict[str, fr.Table]) ->
         facts.append(f"{pace(run.samples, run.seconds):,.0f} samples/s {OVER_THE_RUN}")
     stalls = [n.incident.stall_s for n in header.incidents if n.incident.stall_s is not None]
     longest = f", longest stall {max(stalls) * 1000:,.0f} ms" if stalls else ""
-    facts.append(f"{counted(len(header.incidents), 'incident')}{longest}")
+    facts.append(f"{counted(_num_incidents(header), 'incident')}{longest}")
     sheet.text(_MARGIN, 44, "   ·   ".join(facts), colour=palette.MUTED)
 
 
@@ -279,7 +279,7 @@ def _draw_membership(
     title, seats = "Who was in the job, and what did each failure cost?", tables.get("seats")
     left, top, right, bottom = box
     texts = [_incident_line(numbered) for numbered in header.incidents[-_MAX_INCIDENTS:]]
-    if (num := len(header.incidents)) > len(texts):
+    if (num := _num_incidents(header)) > len(texts):
         texts.insert(0, f"the last {len(texts)} of {num} incidents:")
     height = 15 * len(texts)
     if seats is None or not len(seats["at"]):
@@ -314,6 +314,11 @@ def _draw_life(axes: _Axes, lane: int, num: int, seats: fr.Table, slot: int, now
         colour = palette.slot_colour(slot) if is_member else _EMPTY_COLOUR
         x0, x1 = axes.at(start - began, 0)[0], axes.at(end - began, 0)[0]
         axes.sheet.bar((x0, top + 2, x1, bottom - 2), colour)
+
+
+def _num_incidents(header: fr.Header) -> int:
+    """Since the run began; of very many only the last ones are in a frame."""
+    return max((numbered.number for numbered in header.incidents), default=0)
 
 
 def _incident_line(numbered: fr.Numbered) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
+import signal
 
 import training
 
@@ -64,3 +67,30 @@ def test_a_kill_from_the_page_and_the_picture_at_the_end(cluster, until, monkeyp
     assert base64.b64decode(page.pictures[0]).startswith(b"\x89PNG")
     incidents = {n.number: n.incident.kind for h in page.headers for n in h.incidents}
     assert sorted(incidents.values()) == ["joined", "lost"]
+
+
+def test_who_follows_the_newest_run_thaws_with_it_and_is_told_who_is_silent(
+    cluster, until, monkeypatch
+):
+    """A picture after the first run, frames of the second, which counts its own steps; a rank that
+    is stopped is named long before it is found hung."""
+    engines = cluster(2)
+    engines.run(training.CELL)
+    page = Page(engines.dashboards.open("overview", "loss"), monkeypatch)
+    engines.train("trainer", steps=30).wait(60)
+    until(lambda: page.pictures, 20, "a picture comes")
+    run = engines.train("trainer", steps=100_000)
+    until(lambda: any(m["type"] == "thaw" for m, _ in list(page.sent)), 20, "it is live again")
+    page.say(type="hello", has_code=True)
+    until(lambda: page.headers[-1].run.run == run.id, 20, "frames of the second run")
+    until(lambda: page.headers[-1].run.step > 40, 20, "steps are seen")
+    assert page.headers[-1].run.first == 30
+    pid = page.headers[-1].world.seats[1].pid
+    engines.kill(1, signal="STOP")
+    try:
+        until(lambda: page.headers[-1].world.seats[1].silent_s, 20, "it is silent")
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # found hung, where all takes very long
+            os.kill(pid, signal.SIGCONT)
+    until(lambda: not page.headers[-1].world.seats[1].silent_s, 20, "it is heard again")
+    run.stop()

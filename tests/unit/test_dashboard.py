@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from bokeh.util.paths import bokehjs_path
+from msgspec import structs
 from PIL import Image
 from stories import synthetic_story
 from synthetic import SyntheticRun
@@ -26,6 +27,7 @@ from nbdist.views import bundle as bd
 from nbdist.views import dashboard as db
 from nbdist.views import host as hs
 from nbdist.views import pages as pg
+from nbdist.views import picture as pc
 from nbdist.views import stills as st
 from nbdist.views.picture import WIDTH, picture
 from nbdist.views.playback import story_frame
@@ -523,6 +525,18 @@ def story(num_steps):
         evaluations=[Evaluation(step=1, at=101.0, metrics={"loss": 0.5, "odd": float("nan")})],
         tables={"steps": steps_table(rows["at"])} if num_steps else {},
     )
+
+
+def test_a_picture_says_how_many_incidents_it_does_not_list(monkeypatch):
+    """Only the last ones have room."""
+    header, tables = fr.unpack(SyntheticRun(length_s=40.0).frame(39.0))
+    first = header.incidents[0].incident
+    many = tuple(fr.Numbered(number=number, incident=first) for number in range(1, 10))
+    texts = []
+    monkeypatch.setattr(pc._Sheet, "text", lambda *args, **_: texts.append(args[3]))
+    picture(fr.pack(structs.replace(header, incidents=many), tables))
+    assert "the last 5 of 9 incidents:" in texts
+    assert any("9 incidents, longest stall" in text for text in texts)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 6])

@@ -82,7 +82,8 @@ export class Loss extends Panel {
     if (this.over.value === "steps") return rows.get("step");
     if (this.over.value === "seconds") return rows.get("at").map((at) => at - rows.get("at")[0]);
     let sum = 0;
-    return rows.get("samples").map((n) => (sum += n));
+    const steps = rows.get("step"); // of many not all have a row: those between are as large
+    return rows.get("samples").map((n, i) => (sum += n * (i ? steps[i] - steps[i - 1] : 1)));
   }
 
   /** @override @param {Store} store */
@@ -102,7 +103,7 @@ export class Loss extends Panel {
     const beneath = this.reference ? ` Beneath, in grey: ${this.reference.title}.` : "";
     this.say(
       `From ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])} in ${counted(numSteps(rows), "step")}; ` +
-        `${counted(store.incidents.size, "incident")}, ${counted(repeated, "sample")} lost or repeated.${wild}${beneath}`,
+        `${counted(store.numIncidents, "incident")}, ${counted(repeated, "sample")} lost or repeated.${wild}${beneath}`,
     );
     this.fillTwin();
     if (!this.isReady) return;

@@ -68,7 +68,7 @@ export class Membership extends Panel {
     this.explain("");
     this.say(
       `${counted(store.world?.world_size ?? 0, "rank")} in generation ${store.world?.generation ?? NONE}; ` +
-        `${counted(incidents.length, "incident")}${worst}.`,
+        `${counted(store.numIncidents, "incident")}${worst}.`,
     );
     this.fillTwin();
     if (!this.isReady) return;

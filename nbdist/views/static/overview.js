@@ -30,7 +30,7 @@ export function summary(store) {
       `${counted(world.world_size, "rank")}, generation ${world.generation}`,
       ...(losses.length ? [`loss ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])}`] : []),
       ...(losses.length ? [`${number(runPace(run))} samples/s over the run, stalls included`] : []),
-      `${counted(incidents.size, "incident")}${longest}`,
+      `${counted(store.numIncidents, "incident")}${longest}`,
     ].join("   ·   "),
   ];
 }

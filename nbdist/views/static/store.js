@@ -129,6 +129,11 @@ export class Store {
     return !this.header?.is_live || ["finished", "stopped", "failed"].includes(state);
   }
 
+  /** Since the run began; of very many only the last ones are sent. */
+  get numIncidents() {
+    return Math.max(0, ...this.incidents.keys());
+  }
+
   /** Orders may be given. */
   get isLive() {
     return Boolean(this.header?.is_live) && !this.lost;
