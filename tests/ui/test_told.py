@@ -156,7 +156,7 @@ def test_the_picture_of_a_lost_run_tells_when_it_was_lost(bare, run):
     )
     step = fr.unpack(run.frame(NOW))[0].run.step
     (first,) = [text for text in words if text.startswith("trainer: ")]
-    assert first.startswith(f"trainer: the kernel was restarted, at {step} of ")
+    assert first.startswith(f"trainer: the kernel was restarted after {step} of ")
     assert "These are the last values." in words
     assert not any("running" in text for text in words)
 

@@ -25,7 +25,7 @@ export function summary(store) {
   const stalls = [...incidents.values()].flatMap(({ stall_s }) => (stall_s === null ? [] : [stall_s]));
   const longest = stalls.length ? `, longest stall ${ms(Math.max(...stalls))} ms` : "";
   return [
-    run ? `${run.name || "run"}: ${store.lost ? `${store.lost}, at` : `${run.state} after`} ${stepsText(run)}` : store.lost || "no run",
+    run ? `${run.name || "run"}: ${store.lost || run.state} after ${stepsText(run)}` : store.lost || "no run",
     [
       `${counted(world.world_size, "rank")}, generation ${world.generation}`,
       ...(losses.length ? [`loss ${lossText(losses[0])} to ${lossText(losses[losses.length - 1])}`] : []),
