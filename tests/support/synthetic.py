@@ -64,6 +64,11 @@ class SyntheticRun:
         }
         self._when = {table: np.array(times) for table, times in self._times.items()}
 
+    def delay(self, slot: int, by_s: float) -> None:
+        """In each step, this slot comes so much later to the common sums."""
+        steps = self._arrays["steps"]
+        steps["ready_at"][steps["slot"] == slot] += by_s
+
     def _add(self, table: str, when: float, **values: float) -> None:
         self._times[table].append(when)
         for column, known in self.tables[table].items():

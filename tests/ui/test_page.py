@@ -222,9 +222,7 @@ def test_empty_views_say_why(bare):
 def test_who_comes_last_without_computing_longer_is_not_blamed(bare):
     """As the first stage of a pipeline does, whose gradients come through all others."""
     run = SyntheticRun(length_s=26.0)
-    steps = run.tables["steps"]
-    delays = (0.03 if slot == 0 else 0.0 for slot in steps["slot"])
-    steps["ready_at"] = [at + delay for at, delay in zip(steps["ready_at"], delays, strict=True)]
+    run.delay(0, 0.03)
     page = bare()
     page.show(run.frame(25.0))
     said = page.page.locator(".nbdist-throughput.nbdist-panel").inner_text()
