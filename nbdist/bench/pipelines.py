@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from nbdist.bench.figures import PIPELINES, idle_name
 from nbdist.session.start import start
 
@@ -95,8 +97,8 @@ def _interleave(cluster: Cluster, samples: Samples) -> None:
 
 
 def _train(cluster: Cluster, stages: int, schedule: str, microbatches: int) -> float:
-    """Seconds a step."""
+    """Seconds of a usual step."""
     name = f"trainer_{len(cluster.runs)}"
     cluster.run(f"{name} = make({stages}, {schedule!r}, {microbatches})", once=True)
     run = cluster.train(name, steps=_NUM_STEPS + 1).wait(_LIMIT_S)
-    return float(run.history["seconds"][1:].mean())
+    return float(np.median(run.history["seconds"][1:]))
