@@ -2,8 +2,8 @@
 
 A rank copies what it is to write at a step boundary (`Part`), and a thread writes the copies while
 training goes on; neither does any communication. Everything is kept by the names of the model's
-parameters, so it can be read by other numbers of ranks, and with another strategy. Copying runs in
-the engine's main thread.
+parameters, and what is a piece of one says where in the whole it lies, so it can be read by other
+numbers of ranks, and with another strategy. Copying runs in the engine's main thread.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch.distributed as dist
 from nbdist import checkpoints
 from nbdist.errors import WrongState
 from nbdist.train import snapshot, tensors
-from nbdist.train.parting import NAMING, names_by_group
-from nbdist.train.strategies.sharded import Sharded
+from nbdist.train.parting import NAMING, Origin, names_by_group, origins_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +45,8 @@ class Part:
         num_ranks: that write.
 
     Raises:
-        WrongState: nothing is trained yet, or the rank holds rows of parameters.
+        WrongState: nothing is trained yet, or the optimizer keeps something of a piece of a
+            parameter that cannot be put together with that of the others.
         TypeError: something has a state that could not be read without running code.
     """
 
@@ -56,7 +56,6 @@ class Part:
                 "nothing is trained yet, and before the first step the ranks' weights may differ: "
                 "train a step, then save"
             )
-        check_whole(state)
         if not state.exchange.fits(rank, num_ranks):
             raise WrongState(MISFIT.format(num_ranks, "save"))
         self.rank, self.step = rank, state.step
@@ -68,14 +67,19 @@ class Part:
         if is_replicated:  # each writes a share of what all hold
             parameters = _share(named, rank, num_ranks)
             buffers = _share(buffers, rank, num_ranks)
+        origins = origins_of(module)
         found: dict[str, Tensor] = {}
         found |= {f"parameters/{name}": tensor for name, tensor in parameters.items()}
         found |= {f"buffers/{name}": tensor for name, tensor in buffers.items()}
+        self._origins = {f"parameters/{name}": origins[name] for name in parameters}
         states = {}
         for name, parameter in parameters.items():
             own = optimizer.state.get(parameter, {})
             of_torch = {key for key, value in own.items() if isinstance(value, torch.Tensor)}
-            found |= {f"optimizer/{name}/{key}": own[key] for key in of_torch}
+            for key in of_torch:
+                found[f"optimizer/{name}/{key}"] = own[key]
+                origin = _origin_of(own[key], name, key, parameter, origins[name])
+                self._origins[f"optimizer/{name}/{key}"] = origin
             states[name] = {
                 "tensors": sorted(of_torch),
                 "others": {key: value for key, value in own.items() if key not in of_torch},
@@ -83,7 +87,7 @@ class Part:
         rest: dict[str, Any] = {
             "counters": {name: getattr(state, name) for name in snapshot.COUNTERS},
             "sampling": sampling_of(state),
-            "parameters": sorted(named),
+            "parameters": places_of(module),
             "optimizer": type(optimizer).__name__,
             "groups": _groups(module, optimizer),
             "states": states,
@@ -112,20 +116,11 @@ class Part:
         try:
             folder.mkdir()
             (folder / REST).write_bytes(self._rest)
-            tensors.write(folder, self._tensors)
+            tensors.write(folder, self._tensors, self._origins)
             checkpoints.acknowledge(partial, name)
         except OSError as error:
             error.filename = error.filename or str(folder)  # a write does not say where
             raise
-
-
-def check_whole(state: State) -> None:
-    """Raise WrongState where parameters are cut by rows: files know whole ones."""
-    if isinstance(state.recipe.strategy, Sharded):
-        raise WrongState(
-            f"strategy={state.recipe.strategy!r} cuts parameters by rows, and checkpoints hold "
-            "whole ones: with it they can be neither saved nor loaded yet"
-        )
 
 
 def save(state: State, path: Path, keep: int | None) -> checkpoints.Found | None:
@@ -173,6 +168,30 @@ def _share(named: Mapping[str, Tensor], rank: int, num_ranks: int) -> dict[str, 
         if lightest == rank:
             mine.add(name)
     return {name: tensor for name, tensor in named.items() if name in mine}
+
+
+def _origin_of(value: Tensor, name: str, key: str, parameter: Tensor, origin: Origin) -> Origin:
+    """Where something that the optimizer keeps of a parameter lies: as that does, or it is whole.
+
+    Raises:
+        WrongState: of a piece it keeps neither numbers for each of the piece's nor a single one.
+    """
+    if value.shape == parameter.shape:
+        return origin
+    if parameter.shape != origin.shape and value.numel() > 1:
+        raise WrongState(
+            f"of {name}, of which this rank has a piece of shape {tuple(parameter.shape)}, the "
+            f"optimizer keeps {key} of shape {tuple(value.shape)}. How to put that together with "
+            "what other ranks keep is not known: save with an optimizer that keeps tensors of its "
+            "parameters' shapes (AdamW, SGD), or with a strategy that leaves them whole"
+        )
+    return Origin.whole(value)
+
+
+def places_of(module: nn.Module) -> dict[str, list[tuple[int, ...]]]:
+    """Name -> offsets and shape of what a rank has of each parameter."""
+    origins = origins_of(module)
+    return {n: [origins[n].offsets, tuple(p.shape)] for n, p in module.named_parameters()}
 
 
 def _groups(module: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:

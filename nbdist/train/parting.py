@@ -6,19 +6,44 @@ keeps of it. Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
 
 NAMING = ("params", "param_names")
 """What says of a group of parameters which they are; the rest are its settings."""
+
+
+class Origin(NamedTuple):
+    """Where in a whole tensor the piece of it begins that a rank has."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Origin:
+        """Where the piece is all of it."""
+        return cls(tuple(tensor.shape), (0,) * tensor.dim())
+
+
+class InPieces(nn.Module):
+    """What a rank holds, where that is a piece of each of the model's parameters."""
+
+    origins: Mapping[str, Origin]
+    """By the parameters' names."""
+
+
+def origins_of(module: nn.Module) -> dict[str, Origin]:
+    """Name -> where its piece begins, of all parameters of a part, also of those it has whole."""
+    own = module.origins if isinstance(module, InPieces) else {}
+    return {name: own.get(name, Origin.whole(p)) for name, p in module.named_parameters()}
 
 
 def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -38,8 +63,14 @@ def gathering(module: nn.Module) -> Gathered:
 
 def rows_of(module: nn.Module) -> Mapping[str, slice] | None:
     """Name -> which rows of the whole parameter a part has; None where it has parameters whole."""
-    rows: Mapping[str, slice] | None = getattr(module, "rows", None)
-    return rows if isinstance(rows, dict) else None
+    if not isinstance(module, InPieces):
+        return None
+    origins = origins_of(module)
+    return {
+        name: slice(origins[name].offsets[0], origins[name].offsets[0] + len(piece))
+        for name, piece in module.named_parameters()
+        if piece.dim()
+    }
 
 
 class Gathered:

@@ -15,16 +15,16 @@ from nbdist.train import snapshot, tensors
 from nbdist.train.checkpoint import (
     MISFIT,
     REST,
-    check_whole,
     first_line,
     place_of_rank,
+    places_of,
     sampling_of,
     unpack,
 )
-from nbdist.train.parting import names_by_group
+from nbdist.train.parting import InPieces, Origin, names_by_group, origins_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import Tensor
@@ -58,10 +58,9 @@ def read(state: State, folder: Path) -> Loaded:
         folder: a checkpoint that is whole.
 
     Raises:
-        WrongState: the rank holds rows of parameters, or its part in a group of another size.
+        WrongState: the rank holds its part in a group of another size.
         CheckpointUnreadable: it is of another model or optimizer, or lacks something.
     """
-    check_whole(state)
     rank, num_ranks = place_of_rank()
     if not state.exchange.fits(rank, num_ranks):
         raise WrongState(MISFIT.format(num_ranks, "load"))
@@ -74,17 +73,15 @@ def read(state: State, folder: Path) -> Loaded:
     named = dict(state.module.named_parameters())
     buffers = dict(state.module.named_buffers())
     _check_names(state, folder, index, rests)
-    own = _own_part(rests, named)
-    targets = {
-        f"parameters/{name}": index.empty(f"parameters/{name}", t) for name, t in named.items()
-    }
-    targets |= {f"buffers/{name}": index.empty(f"buffers/{name}", t) for name, t in buffers.items()}
-    states = {name: found for rest in rests for name, found in rest["states"].items()}
+    own, origins = _own_part(rests, state), origins_of(state.module)
+    wanted: dict[str, tuple[Tensor, Origin]] = {}
+    wanted |= {f"parameters/{name}": (t, origins[name]) for name, t in named.items()}
+    wanted |= {f"buffers/{name}": (t, Origin.whole(t)) for name, t in buffers.items()}
+    states = _states(rests)
     for name, parameter in named.items():
         for key in states[name]["tensors"]:
-            full = f"optimizer/{name}/{key}"
-            targets[full] = index.empty(full, parameter)
-    index.read(targets)
+            wanted[f"optimizer/{name}/{key}"] = parameter, origins[name]
+    targets = index.read(wanted)
     for name, found in states.items():
         found["all"] = dict(found["others"])
         if name in named:
@@ -115,10 +112,24 @@ def _unpacked(file: Path) -> dict[str, Any]:
     return rest
 
 
-def _own_part(rests: list[dict[str, Any]], named: Mapping[str, Any]) -> dict[str, Any]:
+def _states(rests: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Name -> what the optimizer keeps of each parameter: of its tensors the names.
+
+    A rank that has no rows of a parameter may keep nothing of it; then others say what there is.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    for rest in rests:
+        for name, found in rest["states"].items():
+            if name not in states or any(found.values()):
+                states[name] = found
+    return states
+
+
+def _own_part(rests: list[dict[str, Any]], state: State) -> dict[str, Any]:
     """Where ranks had registered something of their own: that of the rank that held the same."""
     having = [rest for rest in rests if "registered" in rest]
-    same = [rest for rest in having if rest["parameters"] == sorted(named)]
+    places = places_of(state.module)
+    same = [rest for rest in having if rest["parameters"] == places]
     return (same or having)[0]
 
 
@@ -126,21 +137,20 @@ def _check_names(
     state: State, folder: Path, index: tensors.Index, rests: list[dict[str, Any]]
 ) -> None:
     """Raise CheckpointUnreadable where the checkpoint is of something else than this trainer."""
-    here: dict[str, Tensor] = {
-        f"parameters/{name}": t for name, t in state.module.named_parameters()
-    }
-    here |= {f"buffers/{name}": t for name, t in state.module.named_buffers()}
+    here = {f"parameters/{name}": origin.shape for name, origin in origins_of(state.module).items()}
+    here |= {f"buffers/{name}": tuple(t.shape) for name, t in state.module.named_buffers()}
     faults = []
     if missing := [key for key in here if key not in index]:
         faults.append(f"lacks {_list(missing)}")
     there = {f"parameters/{name}" for rest in rests for name in rest["parameters"]}
-    surplus = sorted(there - set(here)) if state.recipe.strategy.is_replicated else []
+    has_all = state.recipe.strategy.is_replicated or isinstance(state.module, InPieces)
+    surplus = sorted(there - set(here)) if has_all else []
     if surplus:
         faults.append(f"has {_list(surplus)}, which this trainer's model has not")
     shapes = [
-        f"{key} {index.shape(key)} instead of {tuple(tensor.shape)}"
-        for key, tensor in here.items()
-        if key in index and index.shape(key) != tuple(tensor.shape)
+        f"{key} {index.shape(key)} instead of {shape}"
+        for key, shape in here.items()
+        if key in index and index.shape(key) != shape
     ]
     if shapes:
         faults.append(f"has other shapes: {_list(shapes)}")
@@ -148,7 +158,7 @@ def _check_names(
         faults.append(
             f"has the state of {kind}, and the optimizer is {type(state.optimizer).__name__}"
         )
-    own = _own_part(rests, dict(state.module.named_parameters()))
+    own = _own_part(rests, state)
     differing = sorted(set(own["registered"]) ^ set(state.registered))
     if differing:
         faults.append(f"and the trainer differ in what was registered: {_list(differing)}")

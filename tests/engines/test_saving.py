@@ -11,9 +11,9 @@ import nbdist
 from nbdist import checkpoints
 from nbdist.rundir import runtime_root
 
-BOTH = f"""
+ALL = f"""
 {training.CELL}
-from nbdist.train import Pipeline, bench_model
+from nbdist.train import Pipeline, Sharded, bench_model
 
 class Plain(torch.utils.data.Dataset):
     def __len__(self):
@@ -28,6 +28,7 @@ def plain(strategy):
                 strategy=strategy)
 
 trainer, other = plain(Pipeline(2, "1f1b", 4, copy_every=5)), plain(DataParallel())
+rows = plain(Sharded())
 """
 
 
@@ -85,19 +86,21 @@ def test_a_run_goes_on_while_it_is_saved(cluster, until, tmp_path):
 
 
 @pytest.mark.timeout(240)
-def test_stages_are_loaded_by_replicas(cluster, tmp_path):
-    """And the other way; what is loaded into a pipeline comes back when a stage is lost."""
+def test_stages_are_loaded_by_replicas_and_rows(cluster, tmp_path):
+    """And rows by stages; what is loaded into a pipeline comes back when a stage is lost."""
     engines = cluster(2)
-    engines.run(BOTH)
-    with pytest.raises(nbdist.CellFailed, match="there are trainer, other: say which"):
+    engines.run(ALL)
+    with pytest.raises(nbdist.CellFailed, match="there are trainer, other, rows: say which"):
         engines.save(tmp_path)
     engines.train("trainer", steps=12).wait(90)
     engines.save(tmp_path, "trainer")
-    loaded = engines.load(tmp_path, "other")
-    assert loaded.step == 12
-    losses = [engines.train(n, steps=8).wait(90).history["loss"] for n in ("trainer", "other")]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-    engines.save(tmp_path, "other")
+    for name in ("other", "rows"):
+        assert engines.load(tmp_path, name).step == 12
+    names = ("trainer", "other", "rows")
+    losses = [engines.train(name, steps=8).wait(90).history["loss"] for name in names]
+    for its in losses[1:]:
+        np.testing.assert_allclose(its, losses[0], rtol=1e-5)
+    engines.save(tmp_path, "rows")
     engines.load(tmp_path, "trainer")
     engines.train("trainer", steps=7).wait(90)
     before = engines.generation
@@ -121,7 +124,7 @@ def test_what_comes_in_between_costs_that_one_alone(cluster, background, until, 
 
     code = """
 from nbdist.train import tensors
-def full(folder, _):
+def full(folder, *_):
     raise OSError(28, "No space left on device", str(folder / "x"))
 tensors.write = full
 """

@@ -11,6 +11,9 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint  # these two each process would import
+import torch.distributed.fsdp
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
@@ -18,7 +21,16 @@ from torch.utils.data import TensorDataset
 
 from nbdist import checkpoints
 from nbdist.errors import FileUnwritable, WrongState
-from nbdist.train import GPT, DataParallel, GPTConfig, Pipeline, Trainer, next_token_loss
+from nbdist.train import (
+    GPT,
+    DataParallel,
+    GPTConfig,
+    Pipeline,
+    Sharded,
+    Trainer,
+    estimate,
+    next_token_loss,
+)
 
 FORK = multiprocessing.get_context("fork")
 STEPS, MORE = 5, 4
@@ -63,11 +75,15 @@ def make(strategy=None, **changes):
 
 
 def held(trainer):
-    """Name -> bytes, of this rank's parameters and their two moments."""
-    state = trainer.optimizer.state
+    """Name -> bytes, of this rank's parameters and their two moments; of rows, the whole ones."""
+    state, model = trainer.optimizer.state, trainer.model
+    whole = getattr(model, "_gather", lambda _, tensor: tensor)
     return {
-        name: [t.detach().numpy().tobytes() for t in (p, *_moments(state[p]))]
-        for name, p in trainer.model.named_parameters()
+        name: [
+            (whole(name, t.detach()) if t.dim() else t).detach().numpy().tobytes()
+            for t in (p, *_moments(state[p]))
+        ]
+        for name, p in model.named_parameters()
     }
 
 
@@ -91,7 +107,7 @@ def save(together, path, num, strategy, **changes):
     def body(rank):
         trainer = make(strategy, **changes)
         trainer.fit(STEPS)
-        trainer._state.registered["counter"].count = 7
+        trainer._state.registered["counter"].count = 7 + rank
         trainer.part(rank, num).write(partial)
         now = held(trainer)
         return now, trainer.fit(MORE)["loss"].tolist()
@@ -102,14 +118,14 @@ def save(together, path, num, strategy, **changes):
     return merged(now for now, _ in answers), answers[0][1]
 
 
-def resume(together, path, num, strategy, **changes):
-    """The same of a group that loads it."""
+def resume(together, path, num, strategy, *, is_own=False, **changes):
+    """The same of a group that loads it; `is_own`: what each rank had registered comes back."""
 
-    def body(_):
+    def body(rank):
         trainer = make(strategy, **changes)
         assert trainer.load(path) == []
         assert trainer.step == STEPS
-        assert trainer._state.registered["counter"].count == 7
+        assert trainer._state.registered["counter"].count == 7 + is_own * rank
         now = held(trainer)
         return now, trainer.fit(MORE)["loss"].tolist()
 
@@ -124,6 +140,9 @@ LAYOUTS = {
     "stages 4": (4, Pipeline(4, "1f1b", 8)),
     "stages 4 on 2": (2, Pipeline(4, "interleaved", 8)),
     "stages 2": (2, Pipeline(2, "1f1b", 8)),
+    "rows 2": (2, Sharded()),
+    "rows 3": (3, Sharded()),
+    "rows 4": (4, Sharded()),  # of the last bias, with five, the last rank has none
 }
 WAYS = [
     ("replicas 2", "replicas 2"),
@@ -134,6 +153,14 @@ WAYS = [
     ("replicas 2", "stages 4"),
     ("stages 4", "stages 4 on 2"),
     ("stages 4 on 2", "stages 2"),
+    ("rows 4", "rows 4"),
+    ("rows 3", "rows 2"),
+    ("rows 2", "rows 3"),
+    ("rows 2", "replicas 2"),
+    ("replicas 2", "rows 2"),
+    ("rows 4", "alone"),
+    ("stages 2", "rows 2"),
+    ("rows 3", "stages 2"),
 ]
 
 
@@ -142,7 +169,8 @@ def test_any_layout_is_read_by_any_other(together, tmp_path, there, here):
     """What is loaded is what was saved, bit for bit; so is what is trained then in the same layout,
     and within 1e-6 in another."""
     saved, losses = save(together, tmp_path, *LAYOUTS[there])
-    loaded, more = resume(together, tmp_path, *LAYOUTS[here])
+    is_own = there == here and "replicas" not in there
+    loaded, more = resume(together, tmp_path, *LAYOUTS[here], is_own=is_own)
     assert loaded == saved
     if there == here:
         assert more == losses
@@ -159,9 +187,11 @@ def text():
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
-@pytest.mark.parametrize("ways", [("stages 2", "alone"), ("alone", "stages 2")])
+@pytest.mark.parametrize(
+    "ways", [("stages 2", "alone"), ("alone", "stages 2"), ("stages 2", "rows 2")]
+)
 def test_tied_weights_are_one(together, tmp_path, ways):
-    """Two stages hold them and write them, and both read them."""
+    """Two stages hold them and write them, and both read them; of rows there is one set."""
     changes = {"model": gpt, "data": text(), "loss": next_token_loss, "global_batch": 16}
     saved, losses = save(together, tmp_path, *LAYOUTS[ways[0]], **changes)
     loaded, more = resume(together, tmp_path, *LAYOUTS[ways[1]], **changes)
@@ -169,9 +199,32 @@ def test_tied_weights_are_one(together, tmp_path, ways):
     assert more == pytest.approx(losses, rel=1e-6)
 
 
-def test_copies_of_what_is_given_up_are_gone(together, tmp_path):
+def test_a_rank_with_rows_never_has_more(together, tmp_path):
+    """It copies, and reads, as many bytes as it holds of parameters and optimizer state."""
+    partial = checkpoints.begin(tmp_path, step=STEPS, generation=1)
+
+    def body(rank):
+        trainer = make(Sharded())
+        trainer.fit(STEPS)
+        part = trainer.part(rank, 3)
+        part.write(partial)
+        dist.barrier()
+        if rank == 0:
+            parts = [checkpoints.part_name(rank) for rank in range(3)]
+            checkpoints.commit(partial, parts, step=STEPS, generation=1)
+        dist.barrier()
+        read = trainer.read(checkpoints.newest(tmp_path).path).parts
+        tensors = [*read["parameters"].values()]
+        tensors += [t for its in read["optimizer"]["state"].values() for t in its.values()]
+        return sum(t.nbytes for t in part._tensors.values()), sum(t.nbytes for t in tensors)
+
+    needs = [need.parameters + need.optimizer for need in estimate(build, Sharded(), 3).ranks]
+    assert together(3, body) == [(need, need) for need in needs]
+
+
+@pytest.mark.parametrize("strategy", [Pipeline(2, "1f1b", 8, copy_every=4), Sharded(copy_every=4)])
+def test_copies_of_what_is_given_up_are_gone(together, tmp_path, strategy):
     """A stage that is lost afterwards must not come back with weights from before the load."""
-    strategy = Pipeline(2, "1f1b", 8, copy_every=4)
     save(together, tmp_path, 2, strategy)
 
     def body(_):
@@ -200,13 +253,14 @@ def test_scripts_save_replicas_by_one_rank(together, tmp_path):
     loaded, _ = resume(together, tmp_path, 1, DataParallel())
     assert loaded == saved
 
-    def stages(_):
-        trainer = make(Pipeline(2, "1f1b", 8))
+    def stages(_, strategy):
+        trainer = make(strategy)
         trainer.fit(1)
         with pytest.raises(WrongState, match="each rank holds a part of its own"):
             trainer.save(tmp_path)
 
-    together(2, stages)
+    for strategy in (Pipeline(2, "1f1b", 8), Sharded()):
+        together(2, lambda rank, its=strategy: stages(rank, its))
 
 
 def test_a_full_disk_is_named(together, tmp_path):

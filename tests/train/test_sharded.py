@@ -204,7 +204,7 @@ def test_a_rank_holds_its_rows_and_no_more(together):
         trainer.fit(2)
         held = dict(trainer.model.named_parameters())
         for name, rows in held.items():
-            num, *rest = trainer.model.shapes[name]
+            num, *rest = trainer.model.origins[name].shape
             expected = (len(range(num)[Portion(rank, 3).rows(num)]), *rest)
             assert rows.shape == rows.grad.shape == expected
         states = [value for state in trainer.optimizer.state.values() for value in state.values()]

@@ -11,7 +11,9 @@ from trainers import Samples, make
 
 from nbdist import checkpoints
 from nbdist.errors import CheckpointUnreadable, WrongState
-from nbdist.train.checkpoint import Part
+from nbdist.train.checkpoint import Part, _origin_of
+from nbdist.train.parting import Origin
+from nbdist.train.resume import _states
 
 
 class Counter:
@@ -224,3 +226,23 @@ def test_in_a_step_nothing_is_loaded(tmp_path):
                     trainer.load(folder)
                 step.backward(nn.functional.mse_loss(trainer.model(inputs), target))
     assert trainer.step == 6
+
+
+def test_what_is_kept_of_a_piece_lies_as_the_piece():
+    """A single number is whole; what is neither could not be read again, and is refused."""
+    rows, origin = torch.zeros(2, 3), Origin((5, 3), (3, 0))
+    assert _origin_of(torch.ones(2, 3), "0.weight", "exp_avg", rows, origin) == origin
+    assert _origin_of(torch.ones(()), "0.weight", "step", rows, origin) == Origin((), ())
+    with pytest.raises(WrongState, match=r"of 0.weight, .* keeps row_var of shape \(2, 1\)"):
+        _origin_of(torch.ones(2, 1), "0.weight", "row_var", rows, origin)
+    whole = torch.zeros(5, 3)
+    assert _origin_of(torch.ones(5, 1), "w", "row_var", whole, Origin.whole(whole)) == Origin(
+        (5, 1), (0, 0)
+    )
+
+
+def test_who_has_no_rows_may_keep_nothing_of_them():
+    """What the optimizer keeps of a parameter is then said by those that have some."""
+    kept, nothing = {"tensors": ["exp_avg"], "others": {}}, {"tensors": [], "others": {}}
+    rests = [{"states": {"a": kept, "b": nothing}}, {"states": {"a": nothing}}]
+    assert _states(rests) == {"a": kept, "b": nothing}

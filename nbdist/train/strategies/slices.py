@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nbdist.engine.works import WORKS
 from nbdist.errors import WrongState
+from nbdist.train.parting import InPieces, Origin
 from nbdist.train.strategies import building
 
 if TYPE_CHECKING:
@@ -39,12 +40,17 @@ class Portion(NamedTuple):
         each = -(-num // self.num_ranks)
         return slice(min(self.rank * each, num), min((self.rank + 1) * each, num))
 
+    def origin(self, parameter: Tensor) -> Origin:
+        """Where they begin in a whole parameter."""
+        starts = [self.rows(num).start for num in parameter.shape[:1]]
+        return Origin(tuple(parameter.shape), (*starts, *[0] * (parameter.dim() - len(starts))))
+
     def num_padded(self, num: int) -> int:
         """Rows that collectives carry for so many: as many for each rank."""
         return -(-num // self.num_ranks) * self.num_ranks
 
 
-class Slices(nn.Module):
+class Slices(InPieces):
     """A model of which this rank has some rows of each parameter, under the model's own names."""
 
     def __init__(self, whole: nn.Module, portion: Portion, fsdp: Fsdp | None) -> None:
@@ -54,10 +60,7 @@ class Slices(nn.Module):
         self.portion, self.fsdp = portion, fsdp
         """Whose rows these are; what cuts the model, None where there is one rank."""
         self._cut = dict(whole.named_parameters())
-        self.shapes = {name: tuple(p.shape) for name, p in self._cut.items()}
-        """Of the whole parameters."""
-        self.rows = {name: portion.rows(shape[0]) for name, shape in self.shapes.items() if shape}
-        """Of them, those that this rank has."""
+        self.origins = {name: portion.origin(p) for name, p in self._cut.items()}
         self._rows = self._cut if fsdp is None else self._views(fsdp)
         self.source: list[tuple[str, Tensor]] = []
         """Where the user gave a module: all its parameters, to be taken from rank 0."""
@@ -115,7 +118,7 @@ class Slices(nn.Module):
     def _gather(self, name: str, rows: Tensor) -> Tensor:
         if self.fsdp is None:
             return rows.clone()
-        num = self.shapes[name][0]
+        num = self.origins[name].shape[0]
         each = self.portion.num_padded(num) // self.portion.num_ranks
         mine = rows.new_zeros(each, *rows.shape[1:])
         mine[: len(rows)] = rows
