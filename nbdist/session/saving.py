@@ -66,7 +66,7 @@ class Saving:
                 partial = checkpoints.begin(place, step=step, generation=generation)
             try:
                 self._calls.call(calls.SAVE, run, found, str(partial))
-            except BaseException:
+            except BaseException:  # an interrupt, too: nobody would commit it any more
                 checkpoints.discard(partial)
                 raise
             pids = tuple(run.membership.members[rank].pid for rank in run.ranks)

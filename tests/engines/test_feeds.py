@@ -125,7 +125,12 @@ def test_who_acknowledges_nothing_is_sent_no_more(cluster, until):
     client = Client(engines, acknowledges=False)
     run = engines.train("trainer", steps=100_000)
     until(lambda: len(client.frames) == WINDOW, 10, "two frames come")
-    time.sleep(8 * PERIOD_S)  # what must not come would have come by then
+    first = len(run.history["step"])
+    until(
+        lambda: run.history["seconds"][first:].sum() > 8 * PERIOD_S,
+        20,
+        "there is much to send meanwhile",
+    )
     assert len(client.frames) == WINDOW
     client.feed.acknowledge(client.frames[-1][1].seq)
     until(lambda: len(client.frames) > WINDOW, 5, "another frame comes")
