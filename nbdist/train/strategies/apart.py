@@ -1,0 +1,348 @@
+"""The working half of strategies whose ranks train apart, and exchange parameters now and then.
+
+A step's vote is summed as ever, and whoever has it applies its own gradient to its own parameters.
+Exchanges are made between steps, where all ranks settle; what of them is under way when a group
+breaks is sent again in the next one. Runs in the engine's main thread; a sum's end is stamped in
+whichever of torch's threads it comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbdist.engine import emit
+from nbdist.engine.works import WORKS
+from nbdist.protocol.telemetry import Kind
+from nbdist.train.strategies import meeting
+from nbdist.train.strategies.base import Place, Summed
+from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
+from nbdist.train.vote import COUNT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbdist.train.strategies.base import Keeper, Turn
+    from nbdist.train.strategies.meeting import Stand
+    from nbdist.train.strategies.outer import Calendar, Fragment
+
+log = logging.getLogger(__name__)
+
+_NO_GROUP = 0, 1, -1
+
+
+@dataclass
+class _Flight:
+    """An exchange that has begun."""
+
+    said: list[Tensor]
+    """What this rank had to say then."""
+    count: float
+    """What that counts."""
+    sums: list[tuple[Any, list[int]]] | None = None
+    """What will be the sum of some, and which they are; None: nothing is on its way in this
+    group."""
+
+
+class Apart:
+    """Trains this rank's replica on its own share, and exchanges what came of it."""
+
+    is_lockstep = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        calendar: Calendar,
+        fragments: Sequence[Fragment],
+        *,
+        mixing: float = 0.0,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self.place = Place(0, 1)
+        self.num_lost = 0
+        self._module, self._calendar, self._fragments = module, calendar, fragments
+        self._mixing, self._wire = mixing, wire
+        self._id = secrets.randbits(62)
+        """Of this rank, through all groups."""
+        self._num_ended = 0
+        """Exchanges that have ended; equal on all ranks that have settled."""
+        self._flight: _Flight | None = None
+        self._pending = 0.0
+        """What this rank's gradient counts in a step that is not committed yet."""
+        self._since: dict[int, int] = {}
+        """Each rank of the last group that has settled -> the step with which it began. Empty:
+        nothing is shared yet."""
+        self._group = _NO_GROUP
+        """Own rank, size and generation of the present group."""
+        self._is_new = True
+        """The ranks have not settled in it yet."""
+
+    # ---- the group
+
+    def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
+        """Replicas train in any group."""
+        return True
+
+    def begin(self, rank: int, world_size: int, generation: int) -> None:
+        """An attempt begins; what was on its way in an earlier group is lost."""
+        self.place, self._pending = Place(rank, world_size), 0.0
+        group = rank, world_size, generation
+        if group != self._group:
+            self._group, self._is_new = group, True
+            self._let_go()
+
+    @torch.no_grad()
+    def settle(self, keeper: Keeper) -> bool:
+        """See that all ranks stand at the same step; begin and end the exchanges that are due."""
+        has_changed = self._is_new and self._meet(keeper)
+        self._is_new = False
+        calendar, number = self._calendar, self._num_ended
+        if keeper.step < calendar.begins(number):
+            return has_changed
+        fragment = self._fragments[calendar.fragment(number)]
+        if self._flight is None:
+            self._flight = _Flight(fragment.said(), fragment.count)
+            fragment.count = 0.0
+        if self._flight.sums is None:
+            self._send(self._flight, calendar.fragment(number))
+        if keeper.step < calendar.ends(number):
+            return has_changed
+        fragment.go(_received(self._flight))
+        fragment.take(self._mixing)
+        self._flight, self._num_ended = None, number + 1
+        return True
+
+    # ---- exchanges
+
+    def _send(self, flight: _Flight, ident: int) -> None:
+        """Say it, weighted by what it counts; ranks that have trained on nothing say nothing."""
+        count = torch.tensor([flight.count, 1.0], dtype=torch.float64)
+        self.sum_(count)
+        total, num_ranks = count.tolist()
+        weight = flight.count / total if total else 1 / num_ranks
+        flight.sums = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in flight.said):
+            places = [at for at, tensor in enumerate(flight.said) if tensor.dtype == dtype]
+            flat = torch.cat([flight.said[at].flatten() for at in places]).mul_(weight)
+            is_halved = self._wire is not None and flat.is_floating_point()
+            sent = flat.to(self._wire) if is_halved else flat
+            summed = _promise(sent, ident) if self.place.num_places > 1 else _Here(sent)
+            flight.sums.append((summed, places))
+
+    def _let_go(self) -> None:
+        """Nothing is on its way any more; what was said is kept, to be said again."""
+        if self._flight is not None:
+            self._flight.sums = None
+
+    # ---- a new group
+
+    def _meet(self, keeper: Keeper) -> bool:
+        """In a new group: all come to stand at the same step, and after the same exchange."""
+        stand = meeting.Stand(self._id, keeper.step, self._num_ended, bool(self._since))
+        stands = meeting.gather(stand, self.place)
+        giver = meeting.giver(stands)
+        if giver is None or stands[giver].step == 0:
+            return self._start(stands, keeper.step)
+        self._count_lost(stands, giver)
+        kinds = [meeting.kind(stand, stands[giver]) for stand in stands]
+        receivers = [at for at, kind in enumerate(kinds) if kind is not meeting.Kind.EVEN]
+        if receivers:
+            self._give(kinds[self.place.at], keeper, giver, receivers)
+        top = stands[giver]
+        self._since = {
+            its.ident: self._since.get(its.ident, top.step)
+            if kind is not meeting.Kind.OTHER
+            else top.step
+            for its, kind in zip(stands, kinds, strict=True)
+        }
+        return bool(receivers)
+
+    def _start(self, stands: Sequence[Stand], step: int) -> bool:
+        """Nobody has trained yet, or all have loaded a checkpoint: rank 0's weights are all's."""
+        if len(stands) > 1:
+            for tensor in [*self._module.parameters(), *self._module.buffers()]:
+                take_from_first(tensor)
+        for fragment in self._fragments:
+            fragment.start()
+        self._flight, self._num_ended = None, self._calendar.num_ended(step)
+        self._since = {stand.ident: step for stand in stands}
+        return True
+
+    def _count_lost(self, stands: Sequence[Stand], giver: int) -> None:
+        """Steps that ranks have trained since they last took part in an exchange, and are gone."""
+        if not self._since:
+            return  # a rank that joins is told
+        top = stands[giver]
+        oldest = self._calendar.oldest(top.num_ended)
+        kinds = {stand.ident: meeting.kind(stand, top) for stand in stands}
+        num_lost = list(kinds.values()).count(meeting.Kind.BEHIND)
+        for ident, since in self._since.items():
+            if kinds.get(ident, meeting.Kind.OTHER) is meeting.Kind.OTHER:
+                num_lost += top.step - max(oldest, since)
+        self.num_lost += num_lost
+        if num_lost:
+            log.warning("lost with their ranks since the last exchange: %d steps", num_lost)
+
+    def _give(
+        self, kind: meeting.Kind, keeper: Keeper, giver: int, receivers: Sequence[int]
+    ) -> None:
+        """Those that lack something are given it by one that has all."""
+        rank = self.place.at
+        mine = (keeper.copy(), meeting.packed(self._shared())) if rank == giver else (b"", b"")
+        state, shared = (meeting.pass_on(data, giver, receivers, rank) for data in mine)
+        if rank not in receivers:
+            return
+        number = self._num_ended
+        if kind is meeting.Kind.OTHER:
+            keeper.take_back(state)
+        elif kind is meeting.Kind.BEHIND:
+            keeper.follow(state)
+        self._load(meeting.unpacked(shared))
+        if kind is meeting.Kind.OTHER:
+            self._flight = None
+            for fragment in self._fragments:
+                fragment.take()
+                fragment.count = 0.0
+        elif kind is meeting.Kind.LATE:
+            self._flight = None
+            self._fragments[self._calendar.fragment(number)].take(self._mixing)
+
+    def _shared(self) -> dict[str, Any]:
+        """What all ranks have alike."""
+        return {
+            "num_ended": self._num_ended,
+            "num_lost": self.num_lost,
+            "since": self._since,
+            "fragments": [fragment.shared() for fragment in self._fragments],
+        }
+
+    def _load(self, shared: dict[str, Any]) -> None:
+        self._num_ended, self.num_lost = shared["num_ended"], shared["num_lost"]
+        self._since = shared["since"]
+        for fragment, its in zip(self._fragments, shared["fragments"], strict=True):
+            fragment.load(its)
+
+    # ---- a step
+
+    def train(self, batch: Any, turn: Turn) -> None:
+        """Forward and backward."""
+        turn.backward(turn.objective(turn.module, batch))
+
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float,
+        *,
+        is_last: bool,
+        vote: Sequence[float] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Summed:
+        """Add to this rank's own gradients, which stay its own."""
+        loss.backward(torch.full_like(loss, weight))
+        ready_ns = perf_counter_ns()
+        if not is_last or vote is None:
+            return Summed(ready_ns, None)
+        return Summed(ready_ns, self._sum_vote(list(vote), meanwhile))
+
+    def sum_vote(self, vote: list[float]) -> list[float]:
+        """Sum a vote over all ranks; the gradients become means over this rank's share."""
+        return self._sum_vote(vote, None)
+
+    def _sum_vote(self, vote: list[float], meanwhile: Callable[[], None] | None) -> list[float]:
+        tensor = torch.tensor(vote, dtype=torch.float64)
+        if self.place.num_places > 1:
+            if meanwhile is not None:
+                meanwhile()
+            self.sum_(tensor)
+        result = tensor.tolist()
+        self._pending = vote[COUNT]
+        if vote[COUNT] > 0 and vote[COUNT] != result[COUNT]:
+            gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, result[COUNT] / vote[COUNT])
+        return result
+
+    def commit(self, *, is_applied: bool, factor: float) -> None:  # noqa: ARG002 - nothing was left out
+        """What was trained on counts in the next exchange."""
+        for fragment in self._fragments if is_applied else ():
+            fragment.count += self._pending
+        self._pending = 0.0
+
+    def forget(self) -> None:
+        """The parameters are others now; what to make of that is decided where ranks meet."""
+
+    def restart(self) -> None:
+        """What was loaded is the last exchange."""
+        self._since, self._is_new, self._flight = {}, True, None
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Each rank clips its own."""
+        return nn.utils.get_total_norm(gradients)
+
+    def predict(self, inputs: Any) -> Any:
+        """What this rank's replica returns."""
+        return self._module(inputs)
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks."""
+        if self.place.num_places > 1:
+            sum_on_backend(tensor)
+
+    def sum_places_(self, tensor: Tensor) -> None:
+        """Buffers are averaged with each step, also where parameters are not."""
+        self.sum_(tensor)
+
+    def owned(self) -> list[object]:
+        """Nothing that the user could see."""
+        return []
+
+    def end(self) -> None:
+        """A run is over; an exchange that was under way is sent anew with the next."""
+        self._is_new = True
+        self._let_go()
+
+
+class _Here:
+    """A sum that needs no others."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> list[Tensor]:
+        """As a promise."""
+        return [self._tensor]
+
+
+def _promise(tensor: Tensor, ident: int) -> Any:
+    """The sum of a tensor over all ranks, some time."""
+    began_ns = perf_counter_ns()
+    emit.span(Kind.BUCKET_READY, began_ns, began_ns, ident=ident)
+    work = dist.all_reduce(tensor, async_op=True)
+    launched_ns = perf_counter_ns()
+    emit.span(Kind.BUCKET_LAUNCH, launched_ns, launched_ns, ident=ident)
+
+    def stamp(_future: Any) -> None:
+        end_ns = perf_counter_ns()
+        emit.span(Kind.BUCKET_DONE, launched_ns, end_ns, ident=ident, value=tensor.nbytes)
+
+    promise = WORKS.follow(work)
+    promise.add_done_callback(stamp)
+    return promise
+
+
+def _received(flight: _Flight) -> list[Tensor]:
+    """The means of what all have said, in the order of parameters."""
+    means = list(flight.said)
+    for summed, places in flight.sums or ():
+        flat, start = summed.wait()[0], 0
+        for at in places:
+            said = flight.said[at]
+            means[at] = flat[start : start + said.numel()].view(said.shape).to(said.dtype)
+            start += said.numel()
+    return means

@@ -1,0 +1,83 @@
+"""How ranks that train apart find together in a new group: who lacks what, and who gives it.
+
+The rules are pure; `gather` and `pass_on` communicate, in the engine's main thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nbdist.train.strategies.copies import pass_on
+from nbdist.train.strategies.data_parallel import sum_on_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbdist.train.strategies.base import Place
+
+__all__ = ["Kind", "Stand", "gather", "giver", "kind", "packed", "pass_on", "unpacked"]
+
+
+class Stand(NamedTuple):
+    """How far a rank has come."""
+
+    ident: int
+    """Of the rank, through all groups."""
+    step: int
+    num_ended: int
+    """Exchanges that it has ended."""
+    has_begun: bool
+    """It has shared something with others."""
+
+
+class Kind(enum.Enum):
+    """What a rank lacks of what the one that gives has."""
+
+    EVEN = enum.auto()
+    """Nothing."""
+    LATE = enum.auto()
+    """The end of the last exchange: the group broke in it."""
+    BEHIND = enum.auto()
+    """The last step: the others had all votes, and this one had not."""
+    OTHER = enum.auto()
+    """Everything: it joins."""
+
+
+def kind(stand: Stand, top: Stand) -> Kind:
+    """What a rank lacks."""
+    if not stand.has_begun:
+        return Kind.OTHER
+    lacking = top.step - stand.step, top.num_ended - stand.num_ended
+    return {(0, 0): Kind.EVEN, (0, 1): Kind.LATE, (1, 0): Kind.BEHIND}.get(lacking, Kind.OTHER)
+
+
+def giver(stands: Sequence[Stand]) -> int | None:
+    """The lowest of those that have come furthest; None: nobody has begun."""
+    begun = [at for at, stand in enumerate(stands) if stand.has_begun]
+    return max(begun, key=lambda at: (stands[at].step, stands[at].num_ended, -at), default=None)
+
+
+def gather(own: Stand, place: Place) -> list[Stand]:
+    """How far each rank of the present group has come."""
+    table = torch.zeros(place.num_places, len(own), dtype=torch.int64)
+    table[place.at] = torch.tensor([int(value) for value in own])
+    if place.num_places > 1:
+        sum_on_backend(table)
+    return [Stand(i, step, num, bool(has)) for i, step, num, has in table.tolist()]
+
+
+def packed(value: dict[str, Any]) -> bytes:
+    """As torch writes it to files."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """What was packed; it came over the group, and nothing in it is run."""
+    loaded: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return loaded
