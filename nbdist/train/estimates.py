@@ -49,7 +49,7 @@ class Need(NamedTuple):
     which they travel."""
     copies: int = 0
     """Its own state and the neighbour's, kept for a loss (`copy_every`), at most; of ranks that
-    train apart, the parameters of the last exchange and the outer momentum."""
+    train apart, the parameters of the last outer step and the outer momentum."""
     sent: int | None = None
     """Payload that it hands to collectives and sends in a step, on the average where it does not
     in each; None: not known."""

@@ -150,7 +150,7 @@ class Trainer:
         """Steps of single ranks that all had committed, and that were lost with these ranks.
 
         Only where ranks train apart (`LocalSGD`, `DiLoCo`) are there any: those since the last
-        exchange, of the whole model where it has fragments.
+        outer step, of the whole model where it has fragments.
         """
         return self._state.exchange.num_lost
 

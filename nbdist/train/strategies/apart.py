@@ -1,7 +1,7 @@
-"""The working half of strategies whose ranks train apart, and exchange parameters now and then.
+"""The working half of strategies whose ranks train apart, and make outer steps together.
 
 A step's vote is summed as ever, and whoever has it applies its own gradient to its own parameters.
-Exchanges are made between steps, where all ranks settle; what of them is under way when a group
+Outer steps are made between steps, where all ranks settle; what of them is under way when a group
 breaks is sent again in the next one. Runs in the engine's main thread; a sum's end is stamped in
 whichever of torch's threads it comes.
 """
@@ -12,7 +12,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from nbdist.protocol.telemetry import Kind
 from nbdist.train.strategies import meeting
 from nbdist.train.strategies.base import Place, Summed
 from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
+from nbdist.train.strategies.meeting import Lack
 from nbdist.train.vote import COUNT
 
 if TYPE_CHECKING:
@@ -40,19 +41,19 @@ _NO_GROUP = 0, 1, -1
 
 @dataclass
 class _Flight:
-    """An exchange that has begun."""
+    """An outer step that has begun."""
 
     said: list[Tensor]
     """What this rank had to say then."""
     count: float
     """What that counts."""
-    sums: list[tuple[Any, list[int]]] | None = None
+    sums: list[tuple[_Sum, list[int]]] | None = None
     """What will be the sum of some, and which they are; None: nothing is on its way in this
     group."""
 
 
 class Apart:
-    """Trains this rank's replica on its own share, and exchanges what came of it."""
+    """Trains this rank's replica on its own share, and makes outer steps with the others."""
 
     is_lockstep = False
 
@@ -72,7 +73,7 @@ class Apart:
         self._id = secrets.randbits(62)
         """Of this rank, through all groups."""
         self._num_ended = 0
-        """Exchanges that have ended; equal on all ranks that have settled."""
+        """Outer steps that have ended; equal on all ranks that have settled."""
         self._flight: _Flight | None = None
         self._pending = 0.0
         """What this rank's gradient counts in a step that is not committed yet."""
@@ -100,7 +101,7 @@ class Apart:
 
     @torch.no_grad()
     def settle(self, keeper: Keeper) -> bool:
-        """See that all ranks stand at the same step; begin and end the exchanges that are due."""
+        """See that all ranks stand at the same step; begin and end the outer steps that are due."""
         has_changed = self._is_new and self._meet(keeper)
         self._is_new = False
         calendar, number = self._calendar, self._num_ended
@@ -119,7 +120,7 @@ class Apart:
         self._flight, self._num_ended = None, number + 1
         return True
 
-    # ---- exchanges
+    # ---- outer steps
 
     def _send(self, flight: _Flight, ident: int) -> None:
         """Say it, weighted by what it counts; ranks that have trained on nothing say nothing."""
@@ -133,8 +134,8 @@ class Apart:
             flat = torch.cat([flight.said[at].flatten() for at in places]).mul_(weight)
             is_halved = self._wire is not None and flat.is_floating_point()
             sent = flat.to(self._wire) if is_halved else flat
-            summed = _promise(sent, ident) if self.place.num_places > 1 else _Here(sent)
-            flight.sums.append((summed, places))
+            is_alone = self.place.num_places == 1
+            flight.sums.append((_Sum(sent) if is_alone else _summed(sent, ident), places))
 
     def _let_go(self) -> None:
         """Nothing is on its way any more; what was said is kept, to be said again."""
@@ -144,23 +145,21 @@ class Apart:
     # ---- a new group
 
     def _meet(self, keeper: Keeper) -> bool:
-        """In a new group: all come to stand at the same step, and after the same exchange."""
+        """In a new group: all come to stand at the same step, and after the same outer step."""
         stand = meeting.Stand(self._id, keeper.step, self._num_ended, bool(self._since))
         stands = meeting.gather(stand, self.place)
         giver = meeting.giver(stands)
         if giver is None or stands[giver].step == 0:
             return self._start(stands, keeper.step)
         self._count_lost(stands, giver)
-        kinds = [meeting.kind(stand, stands[giver]) for stand in stands]
-        receivers = [at for at, kind in enumerate(kinds) if kind is not meeting.Kind.EVEN]
+        lacks = [meeting.lack(stand, stands[giver]) for stand in stands]
+        receivers = [at for at, lack in enumerate(lacks) if lack]
         if receivers:
-            self._give(kinds[self.place.at], keeper, giver, receivers)
-        top = stands[giver]
+            self._give(lacks[self.place.at], keeper, giver, receivers)
+        step = stands[giver].step
         self._since = {
-            its.ident: self._since.get(its.ident, top.step)
-            if kind is not meeting.Kind.OTHER
-            else top.step
-            for its, kind in zip(stands, kinds, strict=True)
+            its.ident: step if Lack.ALL in lack else self._since[its.ident]
+            for its, lack in zip(stands, lacks, strict=True)
         }
         return bool(receivers)
 
@@ -176,23 +175,21 @@ class Apart:
         return True
 
     def _count_lost(self, stands: Sequence[Stand], giver: int) -> None:
-        """Steps that ranks have trained since they last took part in an exchange, and are gone."""
+        """Count what ranks that are gone had trained since the last outer step."""
         if not self._since:
             return  # a rank that joins is told
         top = stands[giver]
         oldest = self._calendar.oldest(top.num_ended)
-        kinds = {stand.ident: meeting.kind(stand, top) for stand in stands}
-        num_lost = list(kinds.values()).count(meeting.Kind.BEHIND)
+        lacks = {stand.ident: meeting.lack(stand, top) for stand in stands}
+        num_lost = sum(Lack.STEP in lack for lack in lacks.values())
         for ident, since in self._since.items():
-            if kinds.get(ident, meeting.Kind.OTHER) is meeting.Kind.OTHER:
+            if Lack.ALL in lacks.get(ident, Lack.ALL):
                 num_lost += top.step - max(oldest, since)
         self.num_lost += num_lost
         if num_lost:
-            log.warning("lost with their ranks since the last exchange: %d steps", num_lost)
+            log.warning("lost with their ranks since the last outer step: %d steps", num_lost)
 
-    def _give(
-        self, kind: meeting.Kind, keeper: Keeper, giver: int, receivers: Sequence[int]
-    ) -> None:
+    def _give(self, lack: Lack, keeper: Keeper, giver: int, receivers: Sequence[int]) -> None:
         """Those that lack something are given it by one that has all."""
         rank = self.place.at
         mine = (keeper.copy(), meeting.packed(self._shared())) if rank == giver else (b"", b"")
@@ -200,17 +197,17 @@ class Apart:
         if rank not in receivers:
             return
         number = self._num_ended
-        if kind is meeting.Kind.OTHER:
+        if Lack.ALL in lack:
             keeper.take_back(state)
-        elif kind is meeting.Kind.BEHIND:
+        elif Lack.STEP in lack:
             keeper.follow(state)
         self._load(meeting.unpacked(shared))
-        if kind is meeting.Kind.OTHER:
+        if Lack.ALL in lack:
             self._flight = None
             for fragment in self._fragments:
                 fragment.take()
                 fragment.count = 0.0
-        elif kind is meeting.Kind.LATE:
+        elif Lack.END in lack:
             self._flight = None
             self._fragments[self._calendar.fragment(number)].take(self._mixing)
 
@@ -257,10 +254,9 @@ class Apart:
 
     def _sum_vote(self, vote: list[float], meanwhile: Callable[[], None] | None) -> list[float]:
         tensor = torch.tensor(vote, dtype=torch.float64)
-        if self.place.num_places > 1:
-            if meanwhile is not None:
-                meanwhile()
-            self.sum_(tensor)
+        if meanwhile is not None and self.place.num_places > 1:
+            meanwhile()
+        self.sum_(tensor)
         result = tensor.tolist()
         self._pending = vote[COUNT]
         if vote[COUNT] > 0 and vote[COUNT] != result[COUNT]:
@@ -269,7 +265,7 @@ class Apart:
         return result
 
     def commit(self, *, is_applied: bool, factor: float) -> None:  # noqa: ARG002 - nothing was left out
-        """What was trained on counts in the next exchange."""
+        """What was trained on counts in the next outer step."""
         for fragment in self._fragments if is_applied else ():
             fragment.count += self._pending
         self._pending = 0.0
@@ -278,7 +274,7 @@ class Apart:
         """The parameters are others now; what to make of that is decided where ranks meet."""
 
     def restart(self) -> None:
-        """What was loaded is the last exchange."""
+        """What was loaded is the last outer step."""
         self._since, self._is_new, self._flight = {}, True, None
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
@@ -303,24 +299,29 @@ class Apart:
         return []
 
     def end(self) -> None:
-        """A run is over; an exchange that was under way is sent anew with the next."""
+        """A run is over; an outer step that was under way is sent anew with the next."""
         self._is_new = True
         self._let_go()
 
 
-class _Here:
-    """A sum that needs no others."""
+class _Sum(NamedTuple):
+    """What will be a sum over all ranks."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    tensor: Tensor
+    stamp: Any = None
+    """Of its end; None: no others are needed."""
+    end: Any = None
 
-    def wait(self) -> list[Tensor]:
-        """As a promise."""
-        return [self._tensor]
+    def wait(self) -> Tensor:
+        """Have it, or the error in its place."""
+        if self.stamp is not None:
+            self.stamp.wait()
+            self.end.wait()
+        return self.tensor
 
 
-def _promise(tensor: Tensor, ident: int) -> Any:
-    """The sum of a tensor over all ranks, some time."""
+def _summed(tensor: Tensor, ident: int) -> _Sum:
+    """Begin to sum a tensor in place."""
     began_ns = perf_counter_ns()
     emit.span(Kind.BUCKET_READY, began_ns, began_ns, ident=ident)
     work = dist.all_reduce(tensor, async_op=True)
@@ -331,16 +332,15 @@ def _promise(tensor: Tensor, ident: int) -> Any:
         end_ns = perf_counter_ns()
         emit.span(Kind.BUCKET_DONE, launched_ns, end_ns, ident=ident, value=tensor.nbytes)
 
-    promise = WORKS.follow(work)
-    promise.add_done_callback(stamp)
-    return promise
+    end = WORKS.follow(work)
+    return _Sum(tensor, end.then(stamp), end)
 
 
 def _received(flight: _Flight) -> list[Tensor]:
     """The means of what all have said, in the order of parameters."""
     means = list(flight.said)
     for summed, places in flight.sums or ():
-        flat, start = summed.wait()[0], 0
+        flat, start = summed.wait(), 0
         for at in places:
             said = flight.said[at]
             means[at] = flat[start : start + said.numel()].view(said.shape).to(said.dtype)

@@ -1,6 +1,6 @@
 """DiLoCo: ranks train apart, and an outer optimizer takes the mean of how far they have come.
 
-With fragments the model is exchanged a part at a time, and with a delay an exchange goes on while
+With fragments the model is exchanged a part at a time, and with a delay an outer step goes on while
 ranks train (streaming DiLoCo). Runs in the engine's main thread.
 """
 
@@ -35,8 +35,8 @@ _HALVES: dict[str | None, torch.dtype | None] = {
 class DiLoCo:
     """Ranks train apart; every `period` steps an outer optimizer goes the mean of their ways.
 
-    How far a rank has come from the last exchange is its outer gradient. The mean of these, over
-    all ranks, is what SGD takes a step with, from the parameters of the last exchange. Of ranks
+    How far a rank has come from the last outer step is its outer gradient. The mean of these, over
+    all ranks, is what SGD takes a step with, from the parameters of the last outer step. Of ranks
     that are lost and that join, the same is true as with `LocalSGD`.
     """
 
@@ -44,7 +44,7 @@ class DiLoCo:
     relief: ClassVar[str] = RELIEF
 
     period: int
-    """Steps from one exchange of a parameter to the next."""
+    """Steps from one outer step of a parameter to the next."""
     outer_lr: float = 0.7
     """Of the outer optimizer; 1 without momentum: the mean of the ranks' parameters."""
     momentum: float = 0.9
@@ -54,9 +54,9 @@ class DiLoCo:
     fragments: int = 1
     """Parts of the model, of about the same size, that are exchanged in turn."""
     delay: int = 0
-    """Steps that are trained while an exchange goes on; less than period / fragments."""
+    """Steps that are trained while an outer step goes on; less than period / fragments."""
     mixing: float = 0.0
-    """What part of its own parameters a rank keeps when an exchange ends: from 0, none, to 1."""
+    """What part of its own parameters a rank keeps when an outer step ends: from 0, none, to 1."""
     compress: Literal["fp16", "bf16"] | None = None
     """How outer gradients travel; None: as they are. What rounding leaves out is lost."""
 
@@ -77,7 +77,7 @@ class DiLoCo:
         if self.delay >= self.period // self.fragments:
             raise ValueError(
                 f"delay is {self.delay}; it must be less than period / fragments, "
-                f"{self.period // self.fragments}: one exchange ends before the next begins"
+                f"{self.period // self.fragments}: one outer step ends before the next begins"
             )
 
     def check(self, terms: Terms) -> None:
@@ -111,7 +111,7 @@ class DiLoCo:
             f"have come is taken{wait}, and SGD with rate {self.outer_lr:g} and {kind} "
             f"{self.momentum:g} makes a step of it. A rank sends "
             f"{bits / self.period:.3g}(n−1)/n times the parameters' bytes a step, and a vote of "
-            f"some bytes in every step. It keeps the parameters of the last exchange{kept}."
+            f"some bytes in every step. It keeps the parameters of the last outer step{kept}."
         )
 
 

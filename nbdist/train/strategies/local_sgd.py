@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nbdist.train.strategies.base import Terms
 
 RELIEF = (
-    "Every rank holds the whole model, and the parameters of the last exchange beside it: "
+    "Every rank holds the whole model, and the parameters of the last outer step beside it: "
     "strategy=DataParallel() keeps none of these, strategy=Sharded() has each rank hold some rows "
     "of each parameter. Where it is the batch that is too large, accumulate=n goes through it in n "
     "parts"
@@ -36,16 +36,16 @@ class LocalSGD:
     """Ranks train apart, each on its part of a batch, and every `period` steps take the mean.
 
     A step is still one of all ranks: each commits its own update when all votes are in. Between
-    exchanges the ranks' parameters differ. A rank that is lost takes along what it has trained
-    since the last exchange (`trainer.num_lost_steps`); the others lose nothing, and who joins
-    begins with the parameters of the last exchange.
+    outer steps the ranks' parameters differ. A rank that is lost takes along what it has trained
+    since the last outer step (`trainer.num_lost_steps`); the others lose nothing, and who joins
+    begins with the parameters of the last outer step.
     """
 
     is_replicated: ClassVar[bool] = False
     relief: ClassVar[str] = RELIEF
 
     period: int
-    """Steps from one exchange to the next."""
+    """Steps from one outer step to the next."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -70,5 +70,5 @@ class LocalSGD:
             f"optimizer of its own; every {self.period} steps all take the mean of their "
             "parameters, weighted by what each has trained on. A rank sends "
             f"{2 / self.period:.3g}(n−1)/n times the parameters' bytes a step, and a vote of some "
-            "bytes in every step. It keeps the parameters of the last exchange."
+            "bytes in every step. It keeps the parameters of the last outer step."
         )

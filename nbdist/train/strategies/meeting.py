@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nbdist.train.strategies.base import Place
 
-__all__ = ["Kind", "Stand", "gather", "giver", "kind", "packed", "pass_on", "unpacked"]
+__all__ = ["Lack", "Stand", "gather", "giver", "lack", "packed", "pass_on", "unpacked"]
 
 
 class Stand(NamedTuple):
@@ -29,30 +29,28 @@ class Stand(NamedTuple):
     """Of the rank, through all groups."""
     step: int
     num_ended: int
-    """Exchanges that it has ended."""
+    """Outer steps that it has ended."""
     has_begun: bool
     """It has shared something with others."""
 
 
-class Kind(enum.Enum):
+class Lack(enum.Flag):
     """What a rank lacks of what the one that gives has."""
 
-    EVEN = enum.auto()
-    """Nothing."""
-    LATE = enum.auto()
-    """The end of the last exchange: the group broke in it."""
-    BEHIND = enum.auto()
+    END = enum.auto()
+    """The end of the last outer step: the group broke in it."""
+    STEP = enum.auto()
     """The last step: the others had all votes, and this one had not."""
-    OTHER = enum.auto()
+    ALL = enum.auto()
     """Everything: it joins."""
 
 
-def kind(stand: Stand, top: Stand) -> Kind:
+def lack(stand: Stand, top: Stand) -> Lack:
     """What a rank lacks."""
-    if not stand.has_begun:
-        return Kind.OTHER
-    lacking = top.step - stand.step, top.num_ended - stand.num_ended
-    return {(0, 0): Kind.EVEN, (0, 1): Kind.LATE, (1, 0): Kind.BEHIND}.get(lacking, Kind.OTHER)
+    steps, ends = top.step - stand.step, top.num_ended - stand.num_ended
+    if not stand.has_begun or steps not in (0, 1) or ends not in (0, 1):
+        return Lack.ALL
+    return (Lack.STEP if steps else Lack(0)) | (Lack.END if ends else Lack(0))
 
 
 def giver(stands: Sequence[Stand]) -> int | None:

@@ -1,4 +1,4 @@
-"""What ranks that train apart share: the parameters of the last exchange, and the outer optimizer.
+"""What ranks that train apart share: parameters of the last outer step, the outer optimizer.
 
 Does no communication; runs in the engine's main thread.
 """
@@ -20,22 +20,22 @@ class Calendar(NamedTuple):
     """When fragments are exchanged, in committed steps."""
 
     period: int
-    """From one exchange of a fragment to its next."""
+    """From one outer step of a fragment to its next."""
     num_fragments: int = 1
     delay: int = 0
-    """From the beginning of an exchange to its end."""
+    """From the beginning of an outer step to its end."""
 
     @property
     def every(self) -> int:
-        """Steps from the end of one exchange, of whichever fragment, to that of the next."""
+        """Steps from the end of one outer step, of whichever fragment, to that of the next."""
         return self.period // self.num_fragments
 
     def num_ended(self, step: int) -> int:
-        """Exchanges that have ended with so many steps, or end there."""
+        """Outer steps that have ended with so many steps, or end there."""
         return step // self.every
 
     def ends(self, number: int) -> int:
-        """With how many steps an exchange ends; they are numbered from 0."""
+        """With how many steps an outer step ends; they are numbered from 0."""
         return (number + 1) * self.every
 
     def begins(self, number: int) -> int:
@@ -47,7 +47,7 @@ class Calendar(NamedTuple):
         return number % self.num_fragments
 
     def oldest(self, num_ended: int) -> int:
-        """With how many steps that exchange ended since which every fragment had one."""
+        """With how many steps that outer step ended since which every fragment had one."""
         return max(0, num_ended - self.num_fragments + 1) * self.every
 
 
@@ -67,7 +67,7 @@ class Fragment:
     rule: Rule | None
     """None: the mean of the parameters takes their place."""
     anchors: list[Tensor] = field(default_factory=list)
-    """The parameters of the last exchange, the same on all ranks."""
+    """The parameters of the last outer step, the same on all ranks."""
     momenta: list[Tensor] = field(default_factory=list)
     """Of the outer optimizer, likewise."""
     count: float = 0.0
