@@ -151,14 +151,18 @@ class Apart:
         giver = meeting.giver(stands)
         if giver is None or stands[giver].step == 0:
             return self._start(stands, keeper.step)
-        self._count_lost(stands, giver)
+        step, num_lost = stands[giver].step, self.num_lost + self._num_gone(stands, giver)
         lacks = [meeting.lack(stand, stands[giver]) for stand in stands]
         receivers = [at for at, lack in enumerate(lacks) if lack]
         if receivers:
             self._give(lacks[self.place.at], keeper, giver, receivers)
-        step = stands[giver].step
+        # A group that breaks in here leaves some that have counted a loss, and some that have not.
+        num_lost = max(meeting.gather_numbers(num_lost, self.place))
+        if num_lost > self.num_lost and self.place.at == giver:
+            log.warning("%d steps of single ranks are lost with them by now", num_lost)
+        self.num_lost = num_lost
         self._since = {
-            its.ident: step if Lack.ALL in lack else self._since[its.ident]
+            its.ident: step if Lack.ALL in lack else self._since.get(its.ident, step)
             for its, lack in zip(stands, lacks, strict=True)
         }
         return bool(receivers)
@@ -174,10 +178,10 @@ class Apart:
         self._since = {stand.ident: step for stand in stands}
         return True
 
-    def _count_lost(self, stands: Sequence[Stand], giver: int) -> None:
-        """Count what ranks that are gone had trained since the last outer step."""
+    def _num_gone(self, stands: Sequence[Stand], giver: int) -> int:
+        """Steps since the last outer step of ranks that are gone; 0 where this one joins."""
         if not self._since:
-            return  # a rank that joins is told
+            return 0
         top = stands[giver]
         oldest = self._calendar.oldest(top.num_ended)
         lacks = {stand.ident: meeting.lack(stand, top) for stand in stands}
@@ -185,9 +189,7 @@ class Apart:
         for ident, since in self._since.items():
             if Lack.ALL in lacks.get(ident, Lack.ALL):
                 num_lost += top.step - max(oldest, since)
-        self.num_lost += num_lost
-        if num_lost:
-            log.warning("lost with their ranks since the last outer step: %d steps", num_lost)
+        return num_lost
 
     def _give(self, lack: Lack, keeper: Keeper, giver: int, receivers: Sequence[int]) -> None:
         """Those that lack something are given it by one that has all."""
@@ -215,14 +217,12 @@ class Apart:
         """What all ranks have alike."""
         return {
             "num_ended": self._num_ended,
-            "num_lost": self.num_lost,
             "since": self._since,
             "fragments": [fragment.shared() for fragment in self._fragments],
         }
 
     def _load(self, shared: dict[str, Any]) -> None:
-        self._num_ended, self.num_lost = shared["num_ended"], shared["num_lost"]
-        self._since = shared["since"]
+        self._num_ended, self._since = shared["num_ended"], shared["since"]
         for fragment, its in zip(self._fragments, shared["fragments"], strict=True):
             fragment.load(its)
 

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
     from nbdist.train.strategies.base import Place
 
-__all__ = ["Lack", "Stand", "gather", "giver", "lack", "packed", "pass_on", "unpacked"]
+__all__ = [
+    "Lack",
+    "Stand",
+    "gather",
+    "gather_numbers",
+    "giver",
+    "lack",
+    "packed",
+    "pass_on",
+    "unpacked",
+]
 
 
 class Stand(NamedTuple):
@@ -61,11 +71,22 @@ def giver(stands: Sequence[Stand]) -> int | None:
 
 def gather(own: Stand, place: Place) -> list[Stand]:
     """How far each rank of the present group has come."""
+    rows = _gather([int(value) for value in own], place)
+    return [Stand(ident, step, num, bool(has)) for ident, step, num, has in rows]
+
+
+def gather_numbers(own: int, place: Place) -> list[int]:
+    """The numbers of all ranks."""
+    return [number for (number,) in _gather([own], place)]
+
+
+def _gather(own: Sequence[int], place: Place) -> list[list[int]]:
     table = torch.zeros(place.num_places, len(own), dtype=torch.int64)
-    table[place.at] = torch.tensor([int(value) for value in own])
+    table[place.at] = torch.tensor(own)
     if place.num_places > 1:
         sum_on_backend(table)
-    return [Stand(i, step, num, bool(has)) for i, step, num, has in table.tolist()]
+    rows: list[list[int]] = table.tolist()
+    return rows
 
 
 def packed(value: dict[str, Any]) -> bytes:
