@@ -8,6 +8,7 @@ whichever of torch's threads it comes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from dataclasses import dataclass
@@ -328,9 +329,11 @@ def _summed(tensor: Tensor, ident: int) -> _Sum:
     launched_ns = perf_counter_ns()
     emit.span(Kind.BUCKET_LAUNCH, launched_ns, launched_ns, ident=ident)
 
-    def stamp(_future: Any) -> None:
-        end_ns = perf_counter_ns()
-        emit.span(Kind.BUCKET_DONE, launched_ns, end_ns, ident=ident, value=tensor.nbytes)
+    def stamp(future: torch.futures.Future[list[Tensor]]) -> None:
+        with contextlib.suppress(Exception):  # whatever it is, who waits is told
+            future.value()
+            end_ns = perf_counter_ns()
+            emit.span(Kind.BUCKET_DONE, launched_ns, end_ns, ident=ident, value=tensor.nbytes)
 
     end = WORKS.follow(work)
     return _Sum(tensor, end.then(stamp), end)
