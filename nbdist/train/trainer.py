@@ -150,7 +150,8 @@ class Trainer:
         """Steps of single ranks that all had committed, and that were lost with these ranks.
 
         Only where ranks train apart (`LocalSGD`, `DiLoCo`) are there any: those since the last
-        outer step, of the whole model where it has fragments.
+        outer step, of the whole model where it has fragments. And those of all ranks before an
+        outer step that was not finite.
         """
         return self._state.exchange.num_lost
 

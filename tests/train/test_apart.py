@@ -140,6 +140,43 @@ def test_it_learns(together, strategy):
     assert one[-10:].mean() < one[0] / 3
 
 
+def test_a_gradient_that_is_not_finite_is_its_ranks_own(together):
+    """It leaves out that step; the others do not, and nothing of it is in the mean."""
+
+    def body(rank):
+        trainer = make(LocalSGD(4))
+        if rank == 1:
+            weight = trainer.model[0].weight
+            weight.register_hook(lambda g: g * float("nan") if trainer.step == 5 else g)
+        trainer.fit(8)
+        return (
+            trainer.num_skipped,
+            bool(np.isfinite(values(trainer)).all()),
+            trainer.parameter_digest(),
+        )
+
+    (*one, digest), (*other, its) = together(2, body)
+    assert (one, other) == ([0, True], [1, True])
+    assert digest == its
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(4), DiLoCo(4, compress="fp16")])
+def test_an_outer_step_that_is_not_finite_leaves_all_where_they_were(together, strategy):
+    """At the one before; what was trained since then counts as lost, and training goes on."""
+
+    def body(rank):
+        trainer = make(strategy)
+        trainer.fit(8)
+        before = trainer.parameter_digest()
+        trainer.fit(3)
+        with torch.no_grad():
+            trainer.model[0].weight[0, 0] += float("inf") if rank else 0
+        trainer.fit(1)
+        return before == trainer.parameter_digest(), trainer.num_skipped, trainer.num_lost_steps
+
+    assert together(2, body) == [(True, 1, 8)] * 2
+
+
 def test_a_language_model_learns_as_well(together):
     """The loss of a small GPT after 60 steps of four ranks that take their mean every ten is within
     0.15 of that of a run that sums gradients."""

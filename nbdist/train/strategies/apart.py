@@ -116,8 +116,14 @@ class Apart:
             self._send(self._flight, calendar.fragment(number))
         if keeper.step < calendar.ends(number):
             return has_changed
-        fragment.go(_received(self._flight))
-        fragment.take(self._mixing)
+        means = _received(self._flight)
+        if all(bool(mean.isfinite().all()) for mean in means):
+            fragment.go(means)
+            fragment.take(self._mixing)
+        else:  # the same bits, and the same decision, on all ranks
+            fragment.take()
+            self.num_lost += self.place.num_places * calendar.period
+            log.warning("an outer step was not finite: all are back at the one before")
         self._flight, self._num_ended = None, number + 1
         return True
 
@@ -242,12 +248,17 @@ class Apart:
         vote: Sequence[float] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Summed:
-        """Add to this rank's own gradients, which stay its own."""
+        """Add to this rank's own gradients, which stay its own; so does what is not finite."""
         loss.backward(torch.full_like(loss, weight))
         ready_ns = perf_counter_ns()
-        if not is_last or vote is None:
+        if not is_last:
             return Summed(ready_ns, None)
-        return Summed(ready_ns, self._sum_vote(list(vote), meanwhile))
+        is_finite = bool(self.norm(self._gradients()).isfinite())
+        result = None if vote is None else self._sum_vote(list(vote), meanwhile)
+        return Summed(ready_ns, result, is_finite)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._module.parameters() if p.grad is not None]
 
     def sum_vote(self, vote: list[float]) -> list[float]:
         """Sum a vote over all ranks; the gradients become means over this rank's share."""
@@ -261,8 +272,7 @@ class Apart:
         result = tensor.tolist()
         self._pending = vote[COUNT]
         if vote[COUNT] > 0 and vote[COUNT] != result[COUNT]:
-            gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, result[COUNT] / vote[COUNT])
+            torch._foreach_mul_(self._gradients(), result[COUNT] / vote[COUNT])
         return result
 
     def commit(self, *, is_applied: bool, factor: float) -> None:  # noqa: ARG002 - nothing was left out

@@ -38,8 +38,8 @@ class Summed(NamedTuple):
     vote: list[float] | None
     """The vote that went along, summed over all ranks; None where none did."""
     is_finite: bool = True
-    """False: the gradient is not, on any rank, and is not to be applied. True also where the
-    exchange does not look."""
+    """False: the gradient is not, on any rank (where ranks train apart: on this one), and is not to
+    be applied. True also where the exchange does not look."""
 
 
 class Terms(Protocol):
