@@ -121,7 +121,7 @@ def test_what_is_asked_for_cannot_be_counted():
     """The message says what is missing."""
     with pytest.raises(ValueError, match="give sample="):
         estimate(gpt, Pipeline(2, "1f1b", 4), 2)
-    with pytest.raises(TypeError, match="known of DataParallel, Sharded, Pipeline"):
+    with pytest.raises(TypeError, match="known of DataParallel, LocalSGD, DiLoCo"):
         estimate(gpt, "fsdp", 2)
     with pytest.raises(ValueError, match="devices is 0"):
         estimate(gpt, devices=0)
