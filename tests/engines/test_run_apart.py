@@ -22,7 +22,7 @@ def to_an_outer_step(engines, num_steps):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "strategy",
-    [f"LocalSGD({PERIOD})", f"DiLoCo({PERIOD}, fragments=2, delay=1)"],
+    [f"LocalSGD({PERIOD})", f"DiLoCo({PERIOD}, fragments=2, delay=1, momentum=0.3)"],
 )
 def test_killed_stopped_filled_and_grown(cluster, until, strategy):
     """Every step is committed once; a loss costs what its rank had trained since the last outer
