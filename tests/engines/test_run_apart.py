@@ -22,7 +22,12 @@ def to_an_outer_step(engines, num_steps):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "strategy",
-    [f"LocalSGD({PERIOD})", f"DiLoCo({PERIOD}, fragments=2, delay=1, momentum=0.3)"],
+    [
+        f"LocalSGD({PERIOD})",
+        pytest.param(
+            f"DiLoCo({PERIOD}, fragments=2, delay=1, momentum=0.3)", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_killed_stopped_filled_and_grown(cluster, until, strategy):
     """Every step is committed once; a loss costs what its rank had trained since the last outer
