@@ -9,6 +9,7 @@ from regression import mlp
 from torch.utils.data import Subset
 from trainers import FakePort, GroupError
 
+from nbdist import checkpoints
 from nbdist.data import ByteText, pydoc_text
 from nbdist.engine.emit import RING
 from nbdist.protocol.telemetry import RECORD, Kind
@@ -331,3 +332,75 @@ def test_a_rank_that_has_not_heard_of_a_step_loses_that_one(together, strategy):
     assert (one[0], other[0]) == (6, 5)
     assert one[1:] == other[1:]
     assert one[1:3] == (12, 1)
+
+
+def momenta(trainer):
+    """Of the outer optimizer."""
+    return [t.tolist() for its in trainer._state.exchange._fragments for t in its.momenta]
+
+
+def save(together, path, strategy, step):
+    """Save as two ranks; of each what it then held, the momenta, and its digest six steps on."""
+    partial = checkpoints.begin(path, step=step, generation=1)
+
+    def body(rank):
+        trainer = make(strategy, optimizer=adamw)
+        trainer.fit(step)
+        trainer.part(rank, 2).write(partial)
+        now = values(trainer), momenta(trainer)
+        trainer.fit(6)
+        return *now, (trainer.digest(), shared(trainer))
+
+    saved = together(2, body)
+    parts = [checkpoints.part_name(rank) for rank in range(2)]
+    checkpoints.commit(partial, parts, step=step, generation=1)
+    return saved
+
+
+def load(path, strategy):
+    """A trainer that has loaded it, and what was said."""
+    trainer = make(strategy, optimizer=adamw)
+    return trainer, trainer.load(path)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_checkpoint_has_what_each_rank_has_come_to(together, tmp_path, strategy):
+    """As many ranks go on bit by bit, an outer step under way included."""
+    saved = save(together, tmp_path, strategy, 5)
+
+    def body(_):
+        trainer, notes = load(tmp_path, strategy)
+        trainer.fit(6)
+        return notes, (trainer.digest(), shared(trainer))
+
+    assert together(2, body) == [([], after) for _, _, after in saved]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_others_read_the_mean(together, tmp_path, strategy):
+    """One rank that sums gradients, or three that train apart; the outer momentum goes on."""
+    (one, its_momenta, _), (other, _, _) = save(together, tmp_path, strategy, 5)
+    trainer, notes = load(tmp_path, DataParallel())
+    assert "had trained apart" in notes[0]
+    np.testing.assert_allclose(values(trainer), (one + other) / 2, rtol=0, atol=1e-6)
+    trainer.fit(1)
+
+    def body(_):
+        trainer, notes = load(tmp_path, strategy)
+        now = len(notes), values(trainer).tolist(), momenta(trainer)
+        trainer.fit(7)
+        return now, (trainer.step, trainer.num_lost_steps, shared(trainer))
+
+    starts, ends = zip(*together(3, body), strict=True)
+    assert ends == ends[:1] * 3
+    assert ends[0][:2] == (12, 0)
+    assert starts == starts[:1] * 3
+    assert starts[0][::2] == (1, its_momenta)
+
+
+def test_of_what_all_have_alike_the_mean_is_that(together, tmp_path):
+    """Bit by bit, just after they have taken it."""
+    (one, _, _), (other, _, _) = save(together, tmp_path, LocalSGD(4), 4)
+    trainer, _ = load(tmp_path, DataParallel())
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(values(trainer), one)

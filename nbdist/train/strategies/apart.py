@@ -2,30 +2,25 @@
 
 A step's vote is summed as ever, and whoever has it applies its own gradient to its own parameters.
 Outer steps are made between steps, where all ranks settle; what of them is under way when a group
-breaks is sent again in the next one. Runs in the engine's main thread; a sum's end is stamped in
-whichever of torch's threads it comes.
+breaks is sent again in the next one. Runs in the engine's main thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
-from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbdist.engine import emit
-from nbdist.engine.works import WORKS
-from nbdist.protocol.telemetry import Kind
 from nbdist.train.strategies import meeting
 from nbdist.train.strategies.base import Place, Summed
 from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
+from nbdist.train.strategies.flight import Flight
 from nbdist.train.strategies.meeting import Lack
+from nbdist.train.strategies.outer import named
 from nbdist.train.vote import COUNT
 
 if TYPE_CHECKING:
@@ -33,24 +28,11 @@ if TYPE_CHECKING:
 
     from nbdist.train.strategies.base import Keeper, Turn
     from nbdist.train.strategies.meeting import Stand
-    from nbdist.train.strategies.outer import Calendar, Fragment
+    from nbdist.train.strategies.outer import Calendar, Fragment, Kept
 
 log = logging.getLogger(__name__)
 
 _NO_GROUP = 0, 1, -1
-
-
-@dataclass
-class _Flight:
-    """An outer step that has begun."""
-
-    said: list[Tensor]
-    """What this rank had to say then."""
-    count: float
-    """What that counts."""
-    sums: list[tuple[_Sum, list[int]]] | None = None
-    """What will be the sum of some, and which they are; None: nothing is on its way in this
-    group."""
 
 
 class Apart:
@@ -75,7 +57,7 @@ class Apart:
         """Of this rank, through all groups."""
         self._num_ended = 0
         """Outer steps that have ended; equal on all ranks that have settled."""
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._pending = 0.0
         """What this rank's gradient counts in a step that is not committed yet."""
         self._since: dict[int, int] = {}
@@ -110,13 +92,13 @@ class Apart:
             return has_changed
         fragment = self._fragments[calendar.fragment(number)]
         if self._flight is None:
-            self._flight = _Flight(fragment.said(), fragment.count)
+            self._flight = Flight(fragment.said(), fragment.count)
             fragment.count = 0.0
-        if self._flight.sums is None:
-            self._send(self._flight, calendar.fragment(number))
+        if not self._flight.is_sent:
+            self._flight.send(self.sum_, self._wire, calendar.fragment(number))
         if keeper.step < calendar.ends(number):
             return has_changed
-        means = _received(self._flight)
+        means = self._flight.received()
         if all(bool(mean.isfinite().all()) for mean in means):
             fragment.go(means)
             fragment.take(self._mixing)
@@ -129,25 +111,10 @@ class Apart:
 
     # ---- outer steps
 
-    def _send(self, flight: _Flight, ident: int) -> None:
-        """Say it, weighted by what it counts; ranks that have trained on nothing say nothing."""
-        count = torch.tensor([flight.count, 1.0], dtype=torch.float64)
-        self.sum_(count)
-        total, num_ranks = count.tolist()
-        weight = flight.count / total if total else 1 / num_ranks
-        flight.sums = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in flight.said):
-            places = [at for at, tensor in enumerate(flight.said) if tensor.dtype == dtype]
-            flat = torch.cat([flight.said[at].flatten() for at in places]).mul_(weight)
-            is_halved = self._wire is not None and flat.is_floating_point()
-            sent = flat.to(self._wire) if is_halved else flat
-            is_alone = self.place.num_places == 1
-            flight.sums.append((_Sum(sent) if is_alone else _summed(sent, ident), places))
-
     def _let_go(self) -> None:
-        """Nothing is on its way any more; what was said is kept, to be said again."""
+        """Nothing is on its way any more."""
         if self._flight is not None:
-            self._flight.sums = None
+            self._flight.let_go()
 
     # ---- a new group
 
@@ -175,15 +142,19 @@ class Apart:
         return bool(receivers)
 
     def _start(self, stands: Sequence[Stand], step: int) -> bool:
-        """Nobody has trained yet, or all have loaded a checkpoint: rank 0's weights are all's."""
+        """Nobody has trained yet: rank 0's weights are all's."""
         if len(stands) > 1:
             for tensor in [*self._module.parameters(), *self._module.buffers()]:
                 take_from_first(tensor)
+        self._begin_at(step)
+        self._since = {stand.ident: step for stand in stands}
+        return True
+
+    def _begin_at(self, step: int) -> None:
+        """The parameters are the same on all ranks, with so many steps."""
         for fragment in self._fragments:
             fragment.start()
         self._flight, self._num_ended = None, self._calendar.num_ended(step)
-        self._since = {stand.ident: step for stand in stands}
-        return True
 
     def _num_gone(self, stands: Sequence[Stand], giver: int) -> int:
         """Steps since the last outer step of ranks that are gone; 0 where this one joins."""
@@ -285,7 +256,7 @@ class Apart:
         """The parameters are others now; what to make of that is decided where ranks meet."""
 
     def restart(self) -> None:
-        """What was loaded is the last outer step."""
+        """What was loaded is told by `resume`."""
         self._since, self._is_new, self._flight = {}, True, None
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
@@ -314,48 +285,50 @@ class Apart:
         self._is_new = True
         self._let_go()
 
+    # ---- checkpoints
 
-class _Sum(NamedTuple):
-    """What will be a sum over all ranks."""
+    @property
+    def kind(self) -> list[int]:
+        """Where this is equal, a rank can go on from what another one has kept."""
+        return [*self._calendar, int(self._fragments[0].rule is None)]
 
-    tensor: Tensor
-    stamp: Any = None
-    """Of its end; None: no others are needed."""
-    end: Any = None
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """What all ranks have alike, by kind and the parameters' names."""
+        return named(self._module, self._fragments)
 
-    def wait(self) -> Tensor:
-        """Have it, or the error in its place."""
-        if self.stamp is not None:
-            self.stamp.wait()
-            self.end.wait()
-        return self.tensor
+    def own_state(self) -> dict[str, Any]:
+        """What this rank has beside its parameters, and of numbers what all have."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        next_one = self._fragments[self._calendar.fragment(self._num_ended)]
+        flying = 0.0 if self._flight is None else self._flight.count
+        return {
+            "kind": self.kind,
+            "num_ended": self._num_ended,
+            "num_lost": self.num_lost,
+            "flight": None if self._flight is None else self._flight.own(),
+            "counts": {names[id(p)]: its.count for its in self._fragments for p in its.parameters},
+            "weights": {
+                names[id(p)]: its.count + (flying if its is next_one else 0.0)
+                for its in self._fragments
+                for p in its.parameters
+            },
+        }
 
-
-def _summed(tensor: Tensor, ident: int) -> _Sum:
-    """Begin to sum a tensor in place."""
-    began_ns = perf_counter_ns()
-    emit.span(Kind.BUCKET_READY, began_ns, began_ns, ident=ident)
-    work = dist.all_reduce(tensor, async_op=True)
-    launched_ns = perf_counter_ns()
-    emit.span(Kind.BUCKET_LAUNCH, launched_ns, launched_ns, ident=ident)
-
-    def stamp(future: torch.futures.Future[list[Tensor]]) -> None:
-        with contextlib.suppress(Exception):  # whatever it is, who waits is told
-            future.value()
-            end_ns = perf_counter_ns()
-            emit.span(Kind.BUCKET_DONE, launched_ns, end_ns, ident=ident, value=tensor.nbytes)
-
-    end = WORKS.follow(work)
-    return _Sum(tensor, end.then(stamp), end)
-
-
-def _received(flight: _Flight) -> list[Tensor]:
-    """The means of what all have said, in the order of parameters."""
-    means = list(flight.said)
-    for summed, places in flight.sums or ():
-        flat, start = summed.wait(), 0
-        for at in places:
-            said = flight.said[at]
-            means[at] = flat[start : start + said.numel()].view(said.shape).to(said.dtype)
-            start += said.numel()
-    return means
+    @torch.no_grad()
+    def resume(self, step: int, kept: Kept | None) -> None:
+        """All ranks have loaded a checkpoint, of so many steps; None: of another strategy."""
+        self._begin_at(step)
+        self._since = {self._id: step}
+        if kept is None:
+            return
+        for key, tensor in self.shared_tensors().items():
+            if key in kept.tensors:
+                tensor.copy_(kept.tensors[key])
+        self.num_lost = kept.num_lost
+        if kept.own is None:
+            return
+        self._num_ended, flight = kept.own["num_ended"], kept.own["flight"]
+        self._flight = None if flight is None else Flight(**flight)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        for fragment in self._fragments:
+            fragment.count = kept.own["counts"][names[id(fragment.parameters[0])]]

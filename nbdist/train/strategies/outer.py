@@ -122,6 +122,28 @@ class Fragment:
                 tensor.copy_(value)
 
 
+class Kept(NamedTuple):
+    """What a checkpoint holds of outer steps."""
+
+    tensors: dict[str, Tensor]
+    """Of what `named` gives what there is."""
+    num_lost: int
+    """Of the training, until then."""
+    own: dict[str, Any] | None
+    """As `Apart.own_state` gave it on the rank that this one is; None: it is none of them."""
+
+
+def named(module: nn.Module, fragments: Sequence[Fragment]) -> dict[str, Tensor]:
+    """What is shared, by kind and the parameters' names."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        f"{kind}/{names[id(parameter)]}": tensor
+        for fragment in fragments
+        for kind, tensors in fragment.shared().items()
+        for parameter, tensor in zip(fragment.parameters, tensors or (), strict=bool(tensors))
+    }
+
+
 def cut(module: nn.Module, num_fragments: int, rule: Rule | None) -> list[Fragment]:
     """The module's trained parameters in so many fragments of about the same size, in their order.
 
