@@ -5,12 +5,16 @@ Runs in the engine's main thread.
 
 from nbdist.train.strategies.base import Exchange, Place, Strategy, Summed, Turn
 from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.diloco import DiLoCo
+from nbdist.train.strategies.local_sgd import LocalSGD
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
 
 __all__ = [
     "DataParallel",
+    "DiLoCo",
     "Exchange",
+    "LocalSGD",
     "Pipeline",
     "Place",
     "Sharded",

@@ -143,7 +143,7 @@ class Copies:
             giver = next(at for at in range(len(stands)) if at not in lacking)
             data = self._of(spread, number) if rank not in lacking else b""
             if receivers:
-                data = _pass_on(data, giver, receivers, rank)
+                data = pass_on(data, giver, receivers, rank)
             if not is_same or rank == number:
                 yield data
 
@@ -183,7 +183,7 @@ def _read(row: Sequence[int]) -> Stand:
     return Stand(Spread(*row[:3]), row[3], tuple(kept))
 
 
-def _pass_on(data: bytes, giver: int, receivers: Sequence[int], rank: int) -> bytes:
+def pass_on(data: bytes, giver: int, receivers: Sequence[int], rank: int) -> bytes:
     """One rank's bytes, on those that are to have them too."""
     size = torch.tensor([len(data) if rank == giver else 0])
     sum_on_backend(size)

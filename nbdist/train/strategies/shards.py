@@ -30,6 +30,7 @@ class Shards:
     """Sums gradients over the ranks, each of which keeps its own rows of them."""
 
     is_lockstep = True
+    num_lost = 0
     """A block's rows come from all ranks in each pass."""
 
     def __init__(self, slices: Slices, *, copy_every: int) -> None:

@@ -39,6 +39,7 @@ class Stages:
     """Passes batches through the stages, of which this rank has some."""
 
     is_lockstep = True
+    num_lost = 0
 
     def __init__(
         self,
