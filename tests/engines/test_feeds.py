@@ -17,7 +17,7 @@ SLOW = 3
 NAMED_S = 4 * 5.0
 COST = 4 / 0.98
 """Of a step's median with all views on, of one without, on a machine that others use too."""
-ALL = ("overview", "ranks", "loss", "throughput", "sync", "membership")
+ALL = ("overview", "ranks", "loss", "throughput", "sync", "pipeline", "membership")
 
 
 class Client:

@@ -92,7 +92,8 @@ def test_an_own_loop_lives_through_a_loss(cluster, background, until):
 
 
 def test_a_stage_that_is_lost_between_two_runs_comes_back(cluster):
-    """The next run begins with all ranks going back to their copies."""
+    """The next run begins with all ranks going back to their copies. What it planned and what was
+    measured can be looked at."""
     engines = cluster(2)
     engines.run(CELL)
     first = engines.train("trainer", steps=18).wait(60).history["loss"]
@@ -103,6 +104,10 @@ def test_a_stage_that_is_lost_between_two_runs_comes_back(cluster):
     assert second["step"].tolist() == list(range(18, 24))
     losses = training.undisturbed(engines, 24)
     np.testing.assert_array_equal(np.concatenate([first, second["loss"]]), losses)
+    for run in engines.runs[:2]:
+        text = run.figure("pipeline").text
+        assert "the bubble is" in text
+        assert "planned are 20% = (p−1)/(m+p−1) with p = 2, m = 4" in text
 
 
 def test_a_seat_that_stays_empty_has_the_model_cut_anew(cluster, until):

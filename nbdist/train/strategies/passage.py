@@ -10,14 +10,16 @@ from time import perf_counter_ns, sleep
 from typing import TYPE_CHECKING, Any
 
 from nbdist.engine import emit
+from nbdist.protocol.plans import packed
+from nbdist.protocol.telemetry import Kind
 from nbdist.train.randomness import seed_all, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
-    from nbdist.protocol.telemetry import Kind
+    from nbdist.protocol.plans import Action
 
 
 class Passage:
@@ -72,6 +74,13 @@ class Passage:
         self.ready_ns = perf_counter_ns()
         if not self.is_silent:
             emit.span(kind, began_ns, self.ready_ns, ident=microbatch, value=stage)
+
+    def tell_plan(self, actions: Iterable[Action], num_stages: int) -> None:
+        """What this rank is to compute, in its order."""
+        now_ns = perf_counter_ns()
+        for place, action in enumerate(actions):
+            value = packed(action, num_stages)
+            emit.span(Kind.PLANNED, now_ns, now_ns, ident=place, value=value)
 
     def tell(self, kind: Kind, microbatch: int, ops: Sequence[Any]) -> None:
         """A stage sends, or is ready to receive."""

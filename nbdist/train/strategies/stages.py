@@ -15,6 +15,7 @@ from nbdist.engine.works import WORKS
 from nbdist.errors import RecoveryFailed, WrongState
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.objective import Objective, pair_of, weigh
+from nbdist.train.strategies import actions
 from nbdist.train.strategies.base import Place
 from nbdist.train.strategies.copies import Copies, Spread, Stand, are_together, newest
 from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
@@ -66,6 +67,8 @@ class Stages:
         """Own rank, size and generation of the present group."""
         self._is_new = True
         """The ranks have not settled in the present group yet."""
+        self._is_told = False
+        """The plan of the present group was told."""
         self._copy_every = copy_every
         self._copies = Copies()
         self._groups: dict[str, Any] = {}
@@ -91,7 +94,7 @@ class Stages:
         if group != self._group:
             self._made.clear()
             self._groups.clear()
-            self._group, self._is_new = group, True
+            self._group, self._is_new, self._is_told = group, True, False
 
     @torch.no_grad()
     def settle(self, keeper: Keeper) -> bool:
@@ -300,6 +303,10 @@ class Stages:
                 device=self._device,
                 loss=self._loss if is_training else None,
             )
+        if is_training and not self._is_told:
+            orders = actions.parse(self._torch.planned(made))
+            self._passage.tell_plan(orders[layout.rank], len(layout.owners))
+            self._is_told = True
         own, last = layout.own, len(layout.owners) - 1
         given: dict[str, Any] = {"return_outputs": not is_training}
         if is_training and last in own:
