@@ -322,6 +322,26 @@ def test_a_view_that_was_never_seen_leaves_a_picture(notebook, is_over):
     lab.errors[:] = [error for error in lab.errors if "Canceled future" not in error]
 
 
+@pytest.mark.parametrize("app", ["jupyterlab", "notebook"])
+def test_who_opens_a_notebook_whose_kernel_is_gone_sees_the_picture(notebook, app):
+    """V8: of a run that was over the view lives in the page, and the file holds the picture alone:
+    no page was there when the kernel ended, and none is told of a model that is missing."""
+    lab = notebook(SETUP + "feed.start += 500; dashboard.freezes = False", "dashboard", app=app)
+    lab.run(0)
+    lab.run(1)
+    drawn(lab)
+    lab.save()
+    lab.close()
+    lab.server.end_kernels()
+    content = json.loads((lab.server.folder / lab.name).read_text())
+    (output,) = content["cells"][1]["outputs"]
+    assert set(output["data"]) == PICTURE
+    again = notebook(of=lab, app=app)
+    cell = again.page.locator(".jp-CodeCell").nth(1)
+    cell.locator("img").wait_for(timeout=LIMIT_MS)
+    assert "model not found" not in cell.inner_text()
+
+
 def test_a_picture_thaws_when_another_run_begins(notebook):
     """What follows the newest run is a picture after a run, saved with the notebook, and live again
     with the next one: on the page that saw it displayed, and on one that was loaded again."""

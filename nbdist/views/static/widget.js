@@ -17,6 +17,8 @@ const SHARED = /** @type {Record<symbol, import("./types").Page>} */ (/** @type 
 const PAGE = (SHARED[Symbol.for("nbdist")] ??= { code: new Map(), early: new Map() });
 
 const WIDGET_VIEW = "application/vnd.jupyter.widget-view+json";
+/** Of JupyterLab: a change of what is saved that is not drawn. */
+const SILENT_CHANGE = "silent-change";
 const MAX_EARLY = 240;
 const OPEN_LIMIT_MS = 1500;
 const STALE_AFTER_S = 3;
@@ -157,6 +159,27 @@ function put({ outputs, output }, data, metadata) {
   }
 }
 
+/**
+ * A run that is over needs no page to wait for it: the file holds its picture, and the view lives on in
+ * this page only. With the view in the file, whoever opens it when the kernel is gone would be told of a
+ * missing model: front ends prefer a widget, whatever stands beside it. Told to what is saved alone;
+ * the application writes its own changes there under the same name.
+ * @param {Model} model
+ */
+function savePicture(model) {
+  const own_id = model.get("own_model_id");
+  const { cells } = model.widget_manager?.context?.model ?? {};
+  for (let i = 0; i < (cells?.length ?? 0); i++) {
+    const saved = cells.get(i).sharedModel;
+    (saved?.outputs ?? []).forEach((/** @type {any} */ output, /** @type {number} */ j) => {
+      const { [WIDGET_VIEW]: view, ...data } = output.data ?? {};
+      if (view?.model_id !== own_id || !data["image/png"]) return;
+      const metadata = { ...output.metadata, nbdist: { widget: own_id } };
+      saved.updateOutputs?.(j, j + 1, [{ ...output, data, metadata }], SILENT_CHANGE);
+    });
+  }
+}
+
 const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
 
 /**
@@ -239,6 +262,7 @@ class View {
     const isAsked = early?.isAsked && !early.isOver;
     for (const frame of early?.frames.splice(0) ?? []) this.takeFrame(frame);
     if (early) early.isOver = true;
+    savePicture(model);
     this.channel = await opening;
     if (isAsked && this.seq < 0) await Promise.race([this.first, after(ANSWER_LIMIT_MS)]);
     if (signal.aborted) {
@@ -376,7 +400,7 @@ class View {
   tick() {
     const { age, isOver } = this;
     const isStale = Boolean(this.lost || (this.ended && !isOver)) || (!isOver && this.seen > 0 && age > STALE_AFTER_S);
-    let text = "live";
+    let text = this.shown?.store.isPaused ? "paused" : "live";
     if (this.refused) text = this.refused;
     else if (this.lost) text = this.note;
     else if (!this.seen) text = this.ended || "waiting for the kernel";
