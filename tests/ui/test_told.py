@@ -124,8 +124,7 @@ def test_a_run_that_is_paused_says_so_everywhere(bare, run):
     assert chip(page) == "paused · the group is whole"
     assert card(page, "pace") == ("paused", f"until then {before} samples/s, last 20 steps")
     assert said(page, "throughput").startswith("The run is paused after step ")
-    ages = page.page.locator(".nbdist-age").all_inner_texts()
-    assert ages == ["paused"] * 4
+    assert set(page.page.locator(".nbdist-age").all_inner_texts()) == {"paused"}
     assert page.page.locator(".nbdist > [role=status]").inner_text() == "paused"
     page.give_frame(changed(run.frame(NOW, after=NOW, seq=3), clock_s=clock + 60.3))
     page.drawn()
