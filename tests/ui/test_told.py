@@ -12,7 +12,7 @@ from nbdist.protocol import frames as fr
 from nbdist.protocol.story import ROWS, RunStory
 from nbdist.views.playback import story_frame
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 NOW = 28.0
 """Nobody is slow, and the rank that was lost is back."""
