@@ -155,7 +155,7 @@ def _sync() -> bokeh_figure:
         ),
         *("middle", "height"),
     )
-    drawn = _bars(chart, bars, hatch_alpha=0.45, hatch_color="white")
+    drawn = _bars(chart, bars, hatch_alpha=0.25, hatch_color="white")
     _letters(chart)
     tips = [("", "@what"), ("", "@who"), ("takes", "@ms{0.00} ms"), ("size", "@size")]
     chart.add_tools(HoverTool(renderers=[drawn], tooltips=tips))

@@ -22,10 +22,10 @@ const RECENT_STEPS = 20;
 const LETTER_SHARE = 0.03;
 const MAX_LANES = 16;
 const MAX_ROWS = 5;
-const LANES_PX = 300;
+const LANES_PX = 340;
 /** Of a slot's lane: what computing has, and each row of buckets that overlap; with the gaps. */
 const COMPUTE_PX = 24;
-const ROW_PX = 12;
+const ROW_PX = 14;
 /** A row that is lower has no room for a letter. */
 const LETTER_PX = 9;
 const [COMPUTE_SHARE, BUCKETS_SHARE] = [0.4, 0.5];

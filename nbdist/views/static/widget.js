@@ -4,7 +4,7 @@
 // state) and shares what a page needs once through one key of `globalThis`. BokehJS and the views
 // come as binary messages, which are never stored.
 
-import { unpacked, unpackedFrame } from "./frame.js";
+import { unpacked, unpackedBytes, unpackedFrame } from "./frame.js";
 import { forget, keep, kept } from "./kept.js";
 
 /** @typedef {import("./types").Model} Model */
@@ -35,9 +35,9 @@ const FREEZE_LIMIT_MS = 4000;
 /** @param {number} limit_ms @returns {Promise<null>} */
 const after = (limit_ms) => new Promise((done) => setTimeout(() => done(null), limit_ms));
 
-/** Run a module from its text. @param {string} text @returns {Promise<any>} */
-async function imported(text) {
-  const url = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
+/** Run a module from the parts of its text. @param {BlobPart[]} parts @returns {Promise<any>} */
+async function imported(...parts) {
+  const url = URL.createObjectURL(new Blob(parts, { type: "text/javascript" }));
   try {
     return await import(url);
   } finally {
@@ -51,11 +51,13 @@ async function imported(text) {
  * @returns {Promise<Code>}
  */
 async function loaded([bokeh, views, figures]) {
-  const [bokehText, viewsText, figuresText] = await Promise.all([bokeh, views, figures].map(unpacked));
-  const wrapped = `const root={};(function(){${bokehText}\n}).call(root);export default root.Bokeh;`;
-  const Bokeh = (await imported(wrapped)).default;
+  const [text, ours, json] = await Promise.all([unpackedBytes(bokeh), unpackedBytes(views), unpacked(figures)]);
+  const [{ default: Bokeh }, module] = await Promise.all([
+    imported("const root={};(function(){", text, "\n}).call(root);export default root.Bokeh;"),
+    imported(ours),
+  ]);
   Bokeh.set_log_level("error"); // it warns of ranges without data, which all have at first
-  return { Bokeh, views: await imported(viewsText), figures: JSON.parse(figuresText) };
+  return { Bokeh, views: module, figures: JSON.parse(json) };
 }
 
 /** What a page holds of one version of the code. @param {string} version */
