@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
+import select
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -20,6 +22,8 @@ docstring is its help."""
 _FAILED = 1
 _REFUSED = 2
 _INTERRUPTED = 130
+_UNREAD = 141
+"""As of a command that a broken pipe's signal ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +34,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 where all is well, 1 where something failed, 2 where the command makes no
-        sense (argparse's own), 130 after Ctrl-C.
+        sense (argparse's own), 130 after Ctrl-C, 141 where whoever read its output, such as `head`,
+        has left.
     """
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()  # when the interpreter ends nobody can catch what it raises
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is left to write goes there
+        return _UNREAD
+
+
+def _is_unread() -> bool:
+    """Nobody reads what this process prints any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     if sys.platform == "win32":
         print("nbdist does not run on Windows; use Linux, for instance under WSL 2")
         return _REFUSED
@@ -46,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except (NbdistError, OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            raise
         said = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.filename:
             said = f"{error.strerror}: {error.filename}"

@@ -18,6 +18,7 @@ from nbdist.views import palette
 from nbdist.views.facts import place, throughput
 from nbdist.views.figures import check_name, figure, text_of
 from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
+from nbdist.views.ticks import tick_text, ticks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +35,6 @@ _CHARACTER = 6.6
 _LINE_CHARACTERS = 92
 _MAX_POINTS = 600
 """Of a line; of a longer one, the least and the greatest of each stretch are drawn."""
-_NUM_TICKS = 5
 _UNITS = {"loss": "loss", "throughput": "samples/s", "world": "ranks"}
 
 
@@ -117,9 +117,8 @@ def _head(text: str, title: str, height: int = _HEIGHT) -> list[str]:
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" role="img" font-family="{escape(palette.FONT)}" '
-        f'font-size="12" fill="{palette.TEXT}">',
+        f'font-size="12" fill="{palette.INK}">',
         f"<title>{escape(text)}</title>",
-        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
         f'<text x="{_LEFT}" y="16">{escape(title)}</text>',
     ]
 
@@ -171,26 +170,19 @@ def _values(story: RunStory, name: str) -> NDArray[np.float64]:
 
 def _axes(x: _Scale, y: _Scale) -> list[str]:
     lines = []
-    for tick in _ticks(y.low, y.high):
+    for tick in ticks(y.low, y.high):
         at = f"{y(tick):.1f}"
-        lines.append(f'<path d="M{x.begin} {at}H{x.end}" stroke="{palette.GRID}"/>')
-        lines.append(f'<text x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{tick:,.4g}</text>')
-    return lines + _ticks_below(x, _HEIGHT)
+        lines.append(f'<path d="M{x.begin} {at}H{x.end}" stroke="{palette.FAINT}"/>')
+        told = f'y="{at}" dy="4" text-anchor="end">{tick_text(tick)}</text>'
+        lines.append(f'<text x="{_LEFT - 8}" {told}')
+    return lines + _ticks_below(x, _HEIGHT, least=1.0)
 
 
-def _ticks_below(x: _Scale, height: int) -> list[str]:
+def _ticks_below(x: _Scale, height: int, *, least: float = 0.0) -> list[str]:
     return [
-        f'<text x="{x(tick):.1f}" y="{height - 12}" text-anchor="middle">{tick:,.6g}</text>'
-        for tick in _ticks(x.low, x.high)
+        f'<text x="{x(tick):.1f}" y="{height - 12}" text-anchor="middle">{tick_text(tick)}</text>'
+        for tick in ticks(x.low, x.high, least=least)
     ]
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two."""
-    size = 10.0 ** np.floor(np.log10((high - low) / _NUM_TICKS))
-    unit = next(u * size for u in (1, 2, 5, 10) if (high - low) / (u * size) <= _NUM_TICKS)
-    first, last = int(np.ceil(low / unit)), int(np.floor(high / unit))
-    return [float(f"{number * unit:.10g}") for number in range(first, last + 1)]
 
 
 def _curve(
@@ -234,7 +226,7 @@ def _incidents(story: RunStory, x: _Scale) -> list[str]:
             told = escape(f"step {step}: slot {slots} {incident.kind} ({incident.cause})")
             lines.append(
                 f'<g><title>{told}</title><path d="M{at} {_TOP}V{_HEIGHT - _BOTTOM}" '
-                f'stroke="{palette.MUTED}" stroke-dasharray="2 3"/>'
+                f'stroke="{palette.INK}" stroke-dasharray="2 3"/>'
                 f'<text x="{at}" y="{_TOP}" text-anchor="middle">'
                 f"{palette.SYMBOLS[incident.kind]}</text></g>"
             )

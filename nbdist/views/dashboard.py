@@ -24,7 +24,8 @@ from nbdist.protocol.frames import View
 from nbdist.views.bundle import bundle, page_settings
 from nbdist.views.host import Place, has_viewer, kernel, place, when_idle
 from nbdist.views.pages import Pages, Worker
-from nbdist.views.picture import WIDTH, picture
+from nbdist.views.picture import picture
+from nbdist.views.sheet import WIDTH
 from nbdist.views.stills import REASON, Stills
 from nbdist.views.widget import TEXT, WIDGET_VIEW, Widget
 

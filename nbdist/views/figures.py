@@ -23,7 +23,7 @@ from bokeh.plotting import figure as bokeh_figure
 from nbdist.views import palette
 from nbdist.views.facts import describe, place, throughput
 from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
-from nbdist.views.live_figures import LOSS_FORMAT, LOSS_TIP, mark_steps, quads
+from nbdist.views.live_figures import LOSS_FORMAT, LOSS_TIP, mark_steps, quads, tick_steps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -264,6 +264,8 @@ def _empty(y_label: str, x_label: str, description: str) -> bokeh_figure:
         y_range=Range1d(start=0, end=1),
         output_backend="svg",
     )
+    if x_label == "step":
+        tick_steps(chart)
     chart.name = description
     chart.toolbar.logo = None
     chart.toolbar.autohide = True

@@ -17,7 +17,7 @@ from nbdist.views.facts import counted, silences
 from nbdist.views.passages import COLOURS, NAMES, PALE_COLOURS, WAIT_COLOUR, newest_passage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -29,7 +29,6 @@ LANE_NAMES = ("sync", "pipeline", "membership")
 MAX_LANES = 16
 
 _BUCKET_COLOUR = "#D55E00"
-_AWAY_COLOUR = "#d9dce0"
 _SPANS = {
     Kind.DATA: ("data", "#8c959f"),
     Kind.FORWARD: ("forward", "#56B4E9"),
@@ -96,6 +95,39 @@ def newest_sync(buckets: Table, spans: Table) -> tuple[int, Table, Table]:
     return int(key[0]), *parts(key)
 
 
+def stacked(intervals: Sequence[tuple[float, float]]) -> list[int]:
+    """For each, the first row that is free when it begins: none is drawn over another."""
+    rows, free = [0] * len(intervals), list[float]()
+    for place in sorted(range(len(intervals)), key=lambda place: intervals[place]):
+        began, ended = intervals[place]
+        row = next((row for row, since in enumerate(free) if since <= began), len(free))
+        free[row : row + 1] = [ended]
+        rows[place] = row
+    return rows
+
+
+def bucket_rows(buckets: Table) -> tuple[NDArray[np.intp], int]:
+    """The row of each bucket within its slot's lane, and how many rows a lane has.
+
+    Buckets overlap where one is summed while others wait for slower slots. All lanes have as many
+    rows, so that heights say nothing.
+    """
+    rows = np.zeros(len(buckets["slot"]), np.intp)
+    began = buckets["launch_at"].astype(float)
+    ended = np.fmax(buckets["done_at"].astype(float), began)
+    for slot in np.unique(buckets["slot"]):
+        own = buckets["slot"] == slot
+        rows[own] = stacked(list(zip(began[own].tolist(), ended[own].tolist(), strict=True)))
+    return rows, int(rows.max(initial=0)) + 1
+
+
+def row_edges(place: tuple[float, float], row: int, num: int) -> tuple[float, float]:
+    """The edges of one of so many rows between two edges."""
+    first, last = place
+    height = (last - first) / num
+    return first + row * height, first + (row + 1) * height
+
+
 def _is_summed(buckets: Table, spans: Table) -> bool:
     silent = set(spans["slot"].tolist()) - set(buckets["slot"].tolist()) if spans else set()
     return not silent and bool(np.isfinite(buckets["done_at"]).all())
@@ -115,11 +147,13 @@ def _sync(story: RunStory) -> Lanes:
     slots = np.unique(buckets["slot"]).astype(int).tolist()
     shown = slots[:MAX_LANES]
     bars = [bar for lane, slot in enumerate(shown) for bar in _step_bars(spans, slot, lane, zero)]
+    rows, num_rows = bucket_rows(buckets)
     for lane, slot in enumerate(shown):
         for place in np.flatnonzero(buckets["slot"] == slot):
             began, ended = (float(buckets[n][place]) for n in ("launch_at", "done_at"))
-            what = f"bucket {int(buckets['bucket'][place])}"
-            bars += _bar(lane, _LOWER, began - zero, ended - zero, _BUCKET_COLOUR, what)
+            what, row = f"bucket {int(buckets['bucket'][place])}", int(rows[place])
+            edges = row_edges(_LOWER, row, num_rows)
+            bars += _bar(lane, edges, began - zero, ended - zero, _BUCKET_COLOUR, what)
     first, end = float(np.nanmin(buckets["ready_at"])), float(np.nanmax(buckets["done_at"]))
     num = len(np.unique(buckets["bucket"]))
     sentence = (
@@ -217,7 +251,7 @@ def _membership(story: RunStory) -> Lanes:
                         bottom=bottom,
                         began=start - began,
                         ended=until - began,
-                        colour=palette.TEXT,
+                        colour=palette.SILENT,
                         what=what,
                     )
                 )
@@ -235,7 +269,7 @@ def _life(seats: Table, place: int, lane: int, began: float, ended: float) -> Ba
     is_member = state == "member"
     top, bottom = _WHOLE
     what = f"generation {int(seats['generation'][place])}" if is_member else state
-    colour = palette.slot_colour(slot) if is_member else _AWAY_COLOUR
+    colour = palette.slot_ink(slot) if is_member else palette.FAINT
     return Bar(
         lane=lane, top=top, bottom=bottom, began=began, ended=ended, colour=colour, what=what
     )

@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bokeh.core.properties import field, value
-from bokeh.models import ColumnDataSource, DataRange1d, FixedTicker, HoverTool, Range1d
+from bokeh.models import (
+    BasicTicker,
+    ColumnDataSource,
+    DataRange1d,
+    FixedTicker,
+    HoverTool,
+    NumeralTickFormatter,
+    Range1d,
+)
 from bokeh.plotting import figure as bokeh_figure
 
 from nbdist.views import palette
@@ -54,6 +62,7 @@ def _loss() -> bokeh_figure:
 
 def _over_steps(name: str, y_label: str, tip: str, height: int = 230) -> bokeh_figure:
     chart = _empty("step", y_label, height)
+    tick_steps(chart)
     source = _source(name, "x", name, "step", "generation", "ranks")
     line = chart.line("x", name, source=source, line_width=1.8, line_color=palette.SLOT_COLOURS[0])
     tips = [("", tip), ("step", "@step"), ("ranks", "@ranks"), ("generation", "@generation")]
@@ -61,6 +70,12 @@ def _over_steps(name: str, y_label: str, tip: str, height: int = 230) -> bokeh_f
     chart.add_tools(hover)
     _marks(chart)
     return chart
+
+
+def tick_steps(chart: bokeh_figure) -> None:
+    """Half a step is none."""
+    for axis in chart.xaxis:
+        axis.ticker = BasicTicker(min_interval=1)
 
 
 def _marks(chart: bokeh_figure) -> None:
@@ -105,6 +120,7 @@ def mark_steps(
 
 def _compute() -> bokeh_figure:
     chart = _empty("step", "compute, ms", 170)
+    tick_steps(chart)
     source = _source("compute", "xs", "ys", "colour", "dash", "slot")
     lines = chart.multi_line(
         "xs", "ys", source=source, line_color="colour", line_dash=field("dash"), line_width=1.5
@@ -139,7 +155,7 @@ def _sync() -> bokeh_figure:
         ),
         *("middle", "height"),
     )
-    drawn = _bars(chart, bars, hatch_alpha=0.45, hatch_color="white")
+    drawn = _bars(chart, bars, hatch_alpha=0.25, hatch_color="white")
     _letters(chart)
     tips = [("", "@what"), ("", "@who"), ("takes", "@ms{0.00} ms"), ("size", "@size")]
     chart.add_tools(HoverTool(renderers=[drawn], tooltips=tips))
@@ -210,13 +226,16 @@ def _membership() -> bokeh_figure:
 
 
 def _incidents() -> bokeh_figure:
-    chart = _empty("ms", "", 140)
-    chart.y_range = Range1d(start=1, end=0)
+    # Side by side on a log axis: parts of a millisecond and of ten seconds are both to be seen.
+    chart = _empty("ms, on a log axis", "", 140, x_axis_type="log")
+    chart.x_range, chart.y_range = Range1d(start=1, end=1000), Range1d(start=1, end=0)
+    chart.xaxis.ticker = FixedTicker(ticks=[10.0**power for power in range(-3, 8)])
+    chart.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
     source = _source(
         "parts", "left", "right", "bottom", "top", "colour", "hatch", "number", "part", "ms"
     )
     parts = _bars(chart, source, hatch_alpha=0.5, hatch_color="white")
-    tips = [("incident", "@number"), ("", "@part"), ("takes", "@ms{0} ms")]
+    tips = [("incident", "@number"), ("", "@part"), ("takes", "@ms{0,0.[00]} ms")]
     chart.add_tools(HoverTool(renderers=[parts], tooltips=tips))
     _lanes(chart)
     return chart
@@ -255,7 +274,7 @@ def _source(name: str, *columns: str) -> ColumnDataSource:
     return ColumnDataSource({column: [] for column in columns}, name=name)
 
 
-def _empty(x_label: str, y_label: str, height: int) -> bokeh_figure:
+def _empty(x_label: str, y_label: str, height: int, **options: Any) -> bokeh_figure:
     chart = bokeh_figure(
         height=height,
         sizing_mode="stretch_width",
@@ -271,6 +290,7 @@ def _empty(x_label: str, y_label: str, height: int) -> bokeh_figure:
         outline_line_color=None,
         min_border_left=76,
         min_border_right=12,
+        **options,
     )
     chart.toolbar_location = (
         None  # the page has a button; each toolbar costs a third of a first draw

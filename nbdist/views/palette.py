@@ -31,6 +31,13 @@ GRID = "#e6e8eb"
 BAND = "#f4f6f8"
 REFERENCE = "#8c959f"
 
+INK = "#73787e"
+"""Of text on a ground that nobody knows: on white and on black alike its contrast is above 4."""
+FAINT = "#80808052"
+"""There, of lines, and of what is empty."""
+SILENT = "#50555b"
+"""Of an engine that hung, until it was ended; on dark pages, too."""
+
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif"
 
 MARKERS: dict[IncidentKind, str] = {
@@ -48,6 +55,12 @@ SYMBOLS: dict[IncidentKind, str] = {"lost": "▼", "hung": "◆", "joined": "▲
 def slot_colour(slot: int) -> str:
     """The colour of a slot, the same in every view."""
     return SLOT_COLOURS[slot % len(SLOT_COLOURS)]
+
+
+def slot_ink(slot: int) -> str:
+    """The same on a ground that nobody knows: black is for light ones only."""
+    colour = slot_colour(slot)
+    return INK if colour == "#000000" else colour
 
 
 def slot_dash(slot: int) -> str:

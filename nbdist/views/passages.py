@@ -13,6 +13,7 @@ import numpy as np
 
 from nbdist.protocol.plans import KINDS, TAKES, Action, needed_from_others
 from nbdist.protocol.telemetry import Kind
+from nbdist.views.palette import FAINT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,9 +29,9 @@ NAMES = {
     "W": "backward to weights",
 }
 COLOURS = {"F": "#56B4E9", "B": "#0072B2", "I": "#0072B2", "W": "#009E73"}
-PALE_COLOURS = {"F": "#BBE1F6", "B": "#99C7E0", "I": "#99C7E0", "W": "#99D8C7"}
-"""Of what is planned."""
-WAIT_COLOUR = "#d9dce0"
+PALE_COLOURS = {kind: f"{colour}66" for kind, colour in COLOURS.items()}
+"""Of what is planned: half clear, for light and dark pages alike."""
+WAIT_COLOUR = FAINT
 _LIKE_FORMULA = 0.005
 """A formula that gives something else is not that of this plan."""
 

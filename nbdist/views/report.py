@@ -32,8 +32,9 @@ from nbdist.views.facts import (
     step_table,
     story_checks,
 )
-from nbdist.views.picture import WIDTH, picture
+from nbdist.views.picture import picture
 from nbdist.views.playback import story_frame
+from nbdist.views.sheet import WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ from nbdist.views.dashboard import VIEWS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LIMIT_MS = 30_000
+LIMIT_MS = 60_000
 ACTIONS = ("kill", "stop", "slow", "pause", "resume", "step", "stop_run")
 _PAGE = """<!doctype html><html><head><meta charset="utf-8"><style>
   @font-face { font-family: nbdist-test; src: url(data:font/ttf;base64,%s); }
@@ -77,6 +77,7 @@ class BarePage:
             reduced_motion="reduce",
             locale="en-US",
         )
+        self.page.set_default_timeout(LIMIT_MS)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", self._on_console)
         self.page.set_content(_PAGE % _font())

@@ -155,7 +155,7 @@ class Server:
     def ask(self, path: str, method: str = "GET") -> Any:
         """Ask the server's own interface."""
         request = urllib.request.Request(self.url + path, method=method)
-        body = urllib.request.urlopen(request, timeout=20).read()
+        body = urllib.request.urlopen(request, timeout=START_LIMIT_S).read()
         return json.loads(body) if body else None
 
 
@@ -171,6 +171,7 @@ class Notebook:
         self.outside: list[str] = []
         self.page = browser.new_page()
         self.page.set_viewport_size({"width": size[0], "height": size[1]})
+        self.page.set_default_timeout(START_LIMIT_S * 1000)
         self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", self._on_request)

@@ -23,7 +23,9 @@ KILL_AT = 20.0
 SLOW = (30.0, 45.0)
 NUM_BUCKETS = 4
 BUCKET_BYTES = 1.2 * 2**20
-SETUP = """
+LENGTH_S = 1200.0
+"""Of a notebook's run: on no machine is it over before a test has it end."""
+SETUP = f"""
 import threading, time
 from synthetic import SyntheticFeed, SyntheticRun
 from nbdist.views.dashboard import Dashboard, listen
@@ -31,10 +33,12 @@ listen()
 orders = []
 def kill(slot, pid, factor):
     orders.append((slot, pid))
-feed = SyntheticFeed(SyntheticRun(), start=22.0)
-dashboard = Dashboard(feed, actions={"kill": kill})
+feed = SyntheticFeed(SyntheticRun(length_s={LENGTH_S}), start=22.0)
+dashboard = Dashboard(feed, actions={{"kill": kill}})
 """
 """A notebook's first cell."""
+END = f"feed.start += {LENGTH_S}"
+"""Its run is over."""
 
 
 class SyntheticRun:

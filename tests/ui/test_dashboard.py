@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from synthetic import SETUP, SyntheticRun
+from synthetic import END, LENGTH_S, SETUP, SyntheticRun
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -20,6 +20,7 @@ while not Path("%s").exists() and time.monotonic() - began < 120:
 """
 """Computes for so long, and until the test has seen what it wants to see."""
 VIEW = "[...window[Symbol.for('nbdist')].views].at(-1)"
+LOSSES = SyntheticRun(length_s=LENGTH_S).tables["rows"]["loss"]
 DRAWN = ".nbdist-loss .bk-Figure"
 
 
@@ -70,9 +71,8 @@ def test_it_lives_while_the_cell_that_shows_it_runs(notebook, app):
     busy = "() => window.jupyterapp.shell.currentWidget.content.widgets[1].model.executionState"
     assert lab.page.evaluate(busy) == "running"
     assert lab.page.evaluate("() => typeof window.Bokeh") == "undefined"
-    known = SyntheticRun().tables["rows"]["loss"]
     seen = losses(lab)
-    assert seen == known[: len(seen)]
+    assert seen == LOSSES[: len(seen)]
     (lab.server.folder / f"{app}.seen").touch()
     lab.page.wait_for_function(f"() => !({busy[6:]} === 'running')", timeout=LIMIT_MS)
     per_s = lab.page.evaluate(
@@ -110,7 +110,7 @@ show(plot)
 
 def test_reloaded_it_has_the_whole_history_and_freezes(notebook):
     """V37: after a reload, too, a picture stands in page and file at the end, readable again."""
-    lab = notebook(SETUP, "dashboard", "feed.start += 60; feed.ended('the run is over')")
+    lab = notebook(SETUP, "dashboard", f"{END}; feed.ended('the run is over')")
     lab.run(0)
     lab.run(1)
     drawn(lab)
@@ -119,7 +119,7 @@ def test_reloaded_it_has_the_whole_history_and_freezes(notebook):
     drawn(lab)
     seen = losses(lab)
     assert len(seen) > 90
-    assert seen == SyntheticRun().tables["rows"]["loss"][: len(seen)]
+    assert seen == LOSSES[: len(seen)]
     lab.run(2)
     picture = {"text/plain", "image/png"}
     cell = lab.page.locator(".jp-CodeCell").nth(1)

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 from lab import PLAIN_KERNEL
-from synthetic import SyntheticRun
+from synthetic import END, LENGTH_S, SETUP, SyntheticRun
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -17,17 +17,6 @@ RELOAD_LIMIT_MS = 2000
 NUM_RELOADS = 10
 APPLICATION_MS = 1300
 """JupyterLab's own, on a quiet machine, until the notebook is on screen."""
-SETUP = """
-import time
-from synthetic import SyntheticFeed, SyntheticRun
-from nbdist.views.dashboard import Dashboard, listen
-listen()
-orders = []
-def kill(slot, pid, factor):
-    orders.append((slot, pid))
-feed = SyntheticFeed(SyntheticRun(length_s=400), start=22.0)
-dashboard = Dashboard(feed, actions={"kill": kill})
-"""
 BUSY = """
 from pathlib import Path
 began = time.monotonic()
@@ -36,8 +25,7 @@ while not Path("%s").exists() and time.monotonic() - began < 100:
 """
 """Computes until the test has seen what it wants to see: no machine is too slow for that."""
 VIEWS = "[...(window[Symbol.for('nbdist')]?.views ?? [])]"
-RUN = SyntheticRun(length_s=400)
-LOSSES = RUN.tables["rows"]["loss"]
+LOSSES = SyntheticRun(length_s=LENGTH_S).tables["rows"]["loss"]
 PICTURE = {"text/plain", "image/png"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -281,7 +269,7 @@ def test_kernels_come_and_go(notebook):
 
 UNSEEN = BUSY + "display(dashboard)"
 """A cell that shows the dashboard when somebody has scrolled away from it."""
-END = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -291,10 +279,10 @@ def test_a_view_that_was_never_seen_leaves_a_picture(notebook, is_over):
     Of a run that was over the kernel's picture, which stood beside the view; of another one that
     the page draws of all charts, although the kernel was killed and said nothing.
     """
-    feed = f"feed.start += {500 if is_over else 0}; dashboard.freezes = {not is_over}"
+    feed = f"{END if is_over else ''}\ndashboard.freezes = {not is_over}"
     gone = f"{'over' if is_over else 'live'}.gone"
     filler = [f"# {i}\n" * 20 for i in range(12)]
-    lab = notebook(SETUP + feed, *filler[:6], UNSEEN % gone, *filler, END, size=(1300, 600))
+    lab = notebook(SETUP + feed, *filler[:6], UNSEEN % gone, *filler, KILL, size=(1300, 600))
     lab.run(0)
     lab.run(7, wait=False)
     lab.scroll_to(0)
@@ -320,6 +308,26 @@ def test_a_view_that_was_never_seen_leaves_a_picture(notebook, is_over):
     lab.scroll_to(7)
     lab.page.locator(".jp-CodeCell").nth(7).locator("img").wait_for(timeout=LIMIT_MS)
     lab.errors[:] = [error for error in lab.errors if "Canceled future" not in error]
+
+
+@pytest.mark.parametrize("app", ["jupyterlab", "notebook"])
+def test_who_opens_a_notebook_whose_kernel_is_gone_sees_the_picture(notebook, app):
+    """V8: of a run that was over the view lives in the page, and the file holds the picture alone:
+    no page was there when the kernel ended, and none is told of a model that is missing."""
+    lab = notebook(f"{SETUP}{END}; dashboard.freezes = False", "dashboard", app=app)
+    lab.run(0)
+    lab.run(1)
+    drawn(lab)
+    lab.save()
+    lab.close()
+    lab.server.end_kernels()
+    content = json.loads((lab.server.folder / lab.name).read_text())
+    (output,) = content["cells"][1]["outputs"]
+    assert set(output["data"]) == PICTURE
+    again = notebook(of=lab, app=app)
+    cell = again.page.locator(".jp-CodeCell").nth(1)
+    cell.locator("img").wait_for(timeout=LIMIT_MS)
+    assert "model not found" not in cell.inner_text()
 
 
 def test_a_picture_thaws_when_another_run_begins(notebook):

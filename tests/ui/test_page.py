@@ -8,7 +8,7 @@ import pytest
 from bare import LIMIT_MS, VIEW
 from synthetic import SyntheticRun
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 FIRST_DRAWING_LIMIT_S = 3.0
 LATENCY_S = 0.1

@@ -12,7 +12,7 @@ from synthetic import SyntheticRun
 from nbdist.protocol.frames import unpack
 from nbdist.views.passages import newest_passage
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 PANEL = ".nbdist-pipeline.nbdist-panel"
 CHART = f"{VIEW}.shown.panels.find((p) => p.name === 'pipeline').charts[0]"

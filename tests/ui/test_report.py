@@ -12,7 +12,9 @@ from nbdist.cli import main
 from nbdist.supervisor.replay import read
 from nbdist.views.report import page, write_report
 
-LIMIT_MS = 20_000
+pytestmark = pytest.mark.timeout(300)
+
+LIMIT_MS = 60_000
 PANELS = ("sync", "throughput", "loss", "membership")
 DRAWN = "name => document.querySelectorAll(`.nbdist-${name} .bk-Figure`).length > 0"
 HAS_INK = """name => {
@@ -50,6 +52,7 @@ def opened(browser):
         )
         contexts.append(context)
         tab = context.new_page()
+        tab.set_default_timeout(LIMIT_MS)
         tab.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.on("request", lambda request: asked.append(request.url))

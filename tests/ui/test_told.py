@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bare import VIEW
+from bare import LIMIT_MS, VIEW
 from msgspec.structs import replace
 from synthetic import SyntheticRun
 
@@ -12,7 +12,7 @@ from nbdist.protocol import frames as fr
 from nbdist.protocol.story import ROWS, RunStory
 from nbdist.views.playback import story_frame
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 NOW = 28.0
 """Nobody is slow, and the rank that was lost is back."""
@@ -52,12 +52,30 @@ def said(page, panel):
     return page.page.locator(f".nbdist-{panel} .nbdist-said").inner_text()
 
 
+def drawn_in(page, panel, source, chart=0):
+    """What a chart draws, by column."""
+    return page.page.evaluate(
+        f"([panel, source, chart]) => {VIEW}.shown.panels.find((p) => p.name === panel)"
+        ".charts[chart].sources[source].data",
+        [panel, source, chart],
+    )
+
+
 def lives_of(page):
     """The bars of who was in the job when."""
-    return page.page.evaluate(
-        f"() => {VIEW}.shown.panels.find((p) => p.name === 'membership')"
-        ".charts[0].sources.lives.data"
-    )
+    return drawn_in(page, "membership", "lives")
+
+
+def gaps_of_compute(page):
+    """Slot -> how often its line is parted."""
+    lines = drawn_in(page, "throughput", "compute", 1)
+    gaps = [sum(y is None or not np.isfinite(y) for y in ys) for ys in lines["ys"]]
+    return dict(zip(lines["slot"], gaps, strict=True))
+
+
+def no_later(page):
+    """However long the browser takes: what is shown does not grow old."""
+    page.page.evaluate(f"() => {{ {VIEW}.seen = Infinity; {VIEW}.tick(); }}")
 
 
 def test_a_rank_that_is_silent_is_named_before_it_is_found_hung(bare, run):
@@ -91,6 +109,117 @@ def test_a_rank_that_hung_stays_marked(bare, run):
     place = lives["state"].index("silent, until it was ended")
     assert lives["slot"][place] == hung.slots[0]
     assert lives["right"][place] - lives["left"][place] == pytest.approx(9.0)
+
+
+def test_a_run_that_is_paused_says_so_everywhere(bare, run):
+    """It is neither live nor stale nor slow; when it goes on, the pause was no stall."""
+    page = bare()
+    page.show(run.frame(NOW))
+    before = card(page, "pace")[0]
+    clock = fr.unpack(run.frame(NOW))[0].clock_s
+    stands = run.frame(NOW, after=NOW, seq=2)
+    page.give_frame(changed(stands, clock_s=clock + 60.0, run={"state": "paused"}))
+    page.drawn()
+    no_later(page)
+    assert chip(page) == "paused · the group is whole"
+    assert card(page, "pace") == ("paused", f"until then {before} samples/s, last 20 steps")
+    assert said(page, "throughput").startswith("The run is paused after step ")
+    assert set(page.page.locator(".nbdist-age").all_inner_texts()) == {"paused"}
+    assert page.page.locator(".nbdist > [role=status]").inner_text() == "paused"
+    page.give_frame(changed(run.frame(NOW, after=NOW, seq=3), clock_s=clock + 60.3))
+    page.drawn()
+    no_later(page)
+    assert chip(page) == "running · the group is whole"
+    assert card(page, "pace")[0] == before
+    assert set(page.page.locator(".nbdist-age").all_inner_texts()) == {"live"}
+
+
+def test_no_bucket_is_drawn_over_another(bare):
+    """Where some wait for a slower slot they overlap in time: they stand below one another."""
+    page = bare()
+    page.show(SyntheticRun(length_s=45.0).frame(40.0))
+    bars = drawn_in(page, "sync", "bars")
+    edges = list(zip(*(bars[edge] for edge in ("left", "right", "top", "bottom")), strict=True))
+    places = [i for i, what in enumerate(bars["what"]) if what.startswith("bucket")]
+    assert len(places) == 16
+    for i in places:
+        left, right, top, bottom = edges[i]
+        assert bottom - top > 0.04
+        for other in edges[:i]:
+            is_beside = other[1] <= left or right <= other[0]
+            assert is_beside or other[3] <= top + 1e-9 or bottom <= other[2] + 1e-9
+
+
+def test_short_phases_of_an_incident_are_seen_beside_long_ones(bare, run):
+    """A hang of ten seconds does not hide that its restore took half a millisecond."""
+    told, _ = fr.unpack(run.frame(NOW))
+    hung = replace(told.incidents[0].incident, detect_s=10.0, restore_s=0.0005)
+    numbered = (replace(told.incidents[0], incident=hung), *told.incidents[1:])
+    page = bare()
+    page.show(changed(run.frame(NOW), incidents=numbered))
+    parts = drawn_in(page, "membership", "parts", 1)
+    panel = f"{VIEW}.shown.panels.find((p) => p.name === 'membership')"
+    widths = page.page.evaluate(
+        f"""([left, right]) => {{
+          const [view] = {panel}.charts[1].figureViews;
+          const at = (x) => view.frame.x_scale.compute(x);
+          return left.map((x, i) => at(right[i]) - at(x));
+        }}""",
+        [parts["left"], parts["right"]],
+    )
+    known = dict(zip(zip(parts["number"], parts["part"], strict=True), widths, strict=True))
+    assert known["1", "restore"] > 20
+    assert known["1", "detect"] > known["1", "regroup"] > known["1", "restore"]
+
+
+def test_of_a_long_run_the_lines_have_no_gaps_but_where_a_slot_was_away(bare, run):
+    """A page that is opened late is sent some steps only: what is missing was not missed."""
+    told, tables = fr.unpack(run.frame(NOW))
+    some = tables["steps"]["step"] % 7 == 3
+    tables["steps"] = {column: values[some] for column, values in tables["steps"].items()}
+    page = bare()
+    page.show(fr.pack(replace(told, thinned=("steps",)), tables))
+    assert gaps_of_compute(page) == {0: 0, 1: 0, 2: 1, 3: 0}
+    page.give_frame(run.frame(NOW))
+    page.drawn()
+    assert gaps_of_compute(page) == {0: 0, 1: 0, 2: 1, 3: 0}
+
+
+def test_what_was_done_is_said_for_a_while(bare, run):
+    """And leaves; what failed stays until something else is said."""
+    page = bare()
+    page.show(run.frame(NOW))
+    quicker = "own = setTimeout; window.setTimeout = (act, ms) => own(act, ms / 20)"
+    page.page.evaluate(f"() => {{ const {quicker}; }}")
+    kill = page.page.locator(".nbdist-actions button", has_text="Kill")
+    words = "() => document.querySelector('.nbdist-answer').textContent"
+    kill.first.click()
+    (order,) = page.sent("order")
+    page.give({"type": "answer", "id": order["id"], "state": "done", "text": ""})
+    page.page.wait_for_function(f"{words} === ''", timeout=LIMIT_MS)
+    kill.nth(1).click()
+    _, order = page.sent("order")
+    page.give({"type": "answer", "id": order["id"], "state": "failed", "text": "it is gone"})
+    page.page.evaluate("() => new Promise((done) => setTimeout(done, 9000))")
+    assert page.page.evaluate(words) == "Kill rank 1: it is gone"
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_what_hovers_has_the_colours_of_the_page(bare, run, is_dark):
+    """No white slab on a dark page: what is told where the pointer is hangs outside of the view."""
+    page = bare(is_dark=is_dark)
+    page.show(run.frame(NOW))
+    box = page.page.locator(".nbdist-loss .nbdist-chart").bounding_box()
+    for by in (0, 5):  # it is told when the pointer moves
+        page.page.mouse.move(box["x"] + box["width"] / 2 + by, box["y"] + box["height"] / 2)
+    tip = page.page.locator(".bk-Tooltip").first
+    tip.wait_for(timeout=LIMIT_MS)
+    ground, ink = tip.evaluate(
+        "(tip) => [getComputedStyle(tip).backgroundColor, getComputedStyle(tip).color]"
+    )
+    bright = [sum(map(int, colour[4:-1].split(","))) for colour in (ground, ink)]
+    assert (bright[0] < bright[1]) == is_dark
+    assert abs(bright[0] - bright[1]) > 400
 
 
 def test_steps_are_those_of_the_run_that_is_shown(bare, run):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
-from synthetic import SETUP
+from synthetic import END, LENGTH_S, SETUP
 
 pytestmark = pytest.mark.timeout(480)
 
 LIMIT_MS = 60_000
 STATE_SETTING = "@jupyter-widgets/jupyterlab-manager:plugin"
-SESSION = """
+SESSION = f"""
 import nbdist.session.dashboards as ds
 from types import SimpleNamespace
 from synthetic import SyntheticFeed, SyntheticRun
-known = SyntheticRun(length_s=200)
+known = SyntheticRun(length_s={LENGTH_S})
 ds.RunFeed = lambda *_: SyntheticFeed(known, start=22.0)
 dashboards = ds.Dashboards(SimpleNamespace(feeds=None, runs=[]), print)
 """
@@ -24,7 +24,11 @@ from synthetic import SyntheticFeed, SyntheticRun
 from nbdist.views.dashboard import Dashboard, listen
 listen()
 run = SyntheticRun(num_slots=64, length_s=14.0, step_s=0.005, has_details=False)
+"""
+SHOW = """
 feed = SyntheticFeed(run, start=1.0)
+dashboard = Dashboard(feed, freezes=False)
+dashboard
 """
 MAX_PER_S = 20
 VIEWS = "[...(window[Symbol.for('nbdist')]?.views ?? [])]"
@@ -86,7 +90,7 @@ def test_a_notebook_does_not_grow_with_each_run(notebook):
 
 def test_many_ranks_make_few_messages(notebook):
     """V21: 64 ranks at 200 steps a second are fewer than 20 messages a second to the page."""
-    lab = notebook(MANY, "dashboard = Dashboard(feed)\ndashboard")
+    lab = notebook(MANY, SHOW)
     lab.run(0)
     lab.run(1)
     drawn(lab)
@@ -164,7 +168,7 @@ def test_where_no_page_can_draw_pictures_say_why(notebook):
     """A front end that lets no widget run gets a picture with the reason, again and again."""
     fewer = "import nbdist.views.stills as st\nst.FIRST_WORD_LIMIT_S = 2.0\n"
     # Time for one more picture, which comes every two seconds, before the last.
-    end = "feed.start += 60\ntime.sleep(4)\ndashboard.freeze()"
+    end = f"{END}\ntime.sleep(4)\ndashboard.freeze()"
     lab = notebook(fewer + SETUP, "dashboard", end)
     # As under a policy that forbids scripts from blobs, and where pages open no comms.
     lab.page.evaluate("() => { URL.createObjectURL = () => 'blob:forbidden'; }")

@@ -7,7 +7,7 @@ import os
 import nbclient
 import nbformat
 from lab import KERNEL_PATHS
-from synthetic import SETUP
+from synthetic import END, SETUP
 
 from nbdist.views.widget import TEXT
 
@@ -16,7 +16,7 @@ def test_a_notebook_that_a_command_runs_keeps_pictures(monkeypatch):
     """No widget is left hanging: where the dashboard stood, there are text and picture."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(KERNEL_PATHS))
     notebook = nbformat.v4.new_notebook()
-    cells = (SETUP, "dashboard", "feed.start += 60; dashboard.freeze()", "print(feed.asked)")
+    cells = (SETUP, "dashboard", f"{END}; dashboard.freeze()", "print(feed.asked)")
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     nbclient.NotebookClient(notebook, timeout=120).execute()
     (output,) = notebook.cells[1].outputs

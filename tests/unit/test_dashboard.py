@@ -27,10 +27,11 @@ from nbdist.views import bundle as bd
 from nbdist.views import dashboard as db
 from nbdist.views import host as hs
 from nbdist.views import pages as pg
-from nbdist.views import picture as pc
+from nbdist.views import palette
 from nbdist.views import stills as st
-from nbdist.views.picture import WIDTH, picture
+from nbdist.views.picture import picture
 from nbdist.views.playback import story_frame
+from nbdist.views.sheet import WIDTH, Axes, Sheet
 
 LIMIT_S = 10.0
 
@@ -500,12 +501,39 @@ def test_pictures_are_bounded(monkeypatch):
 
 
 def test_a_picture_of_a_run_is_small_and_sharp():
-    """Two pixels for one, opaque, and well under what a notebook may hold."""
+    """Two pixels for one, and well under what a notebook may hold."""
     data = picture(SyntheticRun(length_s=40.0).frame(39.0))
     image = Image.open(io.BytesIO(data))
     assert image.format == "PNG"
     assert image.width == 2 * WIDTH
     assert len(data) < 80_000
+
+
+def test_a_picture_is_read_on_any_ground():
+    """It has none of its own; its text stands out from white and from black."""
+    data = picture(SyntheticRun(num_slots=8, length_s=40.0).frame(39.0))
+    pixels = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA"), dtype=float)
+    assert (pixels[..., 3] < 10).mean() > 0.3
+    solid = pixels[pixels[..., 3] > 250][:, :3]
+    assert len(solid)
+    assert solid.sum(axis=1).min() > 90
+    assert solid.min(axis=1).max() < 200
+    for colour in (palette.INK, *map(palette.slot_ink, range(7))):
+        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        assert 0.15 < 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 + 0.02 < 0.5
+
+
+def test_a_line_is_parted_where_a_slot_was_away(monkeypatch):
+    """Also where only some steps are sent: what is missing then was not missed."""
+    header, tables = fr.unpack(SyntheticRun(length_s=40.0).frame(39.0))
+    steps = tables["steps"]
+    some = (steps["step"] % 7 == 3) & ~np.isin(steps["generation"], [2])
+    tables["steps"] = {column: values[some] for column, values in steps.items()}
+    colours = []
+    monkeypatch.setattr(Axes, "curve", lambda *args: colours.append(args[-1]))
+    picture(fr.pack(structs.replace(header, thinned=("steps",)), tables))
+    compute = colours[1:]  # after the loss
+    assert compute == [palette.slot_colour(slot) for slot in (0, 1, 2, 2, 3)]
 
 
 def steps_table(at):
@@ -533,7 +561,7 @@ def test_a_picture_says_how_many_incidents_it_does_not_list(monkeypatch):
     first = header.incidents[0].incident
     many = tuple(fr.Numbered(number=number, incident=first) for number in range(1, 10))
     texts = []
-    monkeypatch.setattr(pc._Sheet, "text", lambda *args, **_: texts.append(args[3]))
+    monkeypatch.setattr(Sheet, "text", lambda *args, **_: texts.append(args[3]))
     picture(fr.pack(structs.replace(header, incidents=many), tables))
     assert "the last 5 of 9 incidents:" in texts
     assert any("9 incidents, longest stall" in text for text in texts)

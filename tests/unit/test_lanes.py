@@ -1,10 +1,10 @@
-"""A step's gradient sync as bars: which step is shown."""
+"""A step's gradient sync as bars: which step is shown, and where each bar stands."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from nbdist.views.lanes import newest_sync
+from nbdist.views.lanes import bucket_rows, newest_sync, row_edges, stacked
 
 NAN = float("nan")
 
@@ -32,3 +32,18 @@ def test_where_no_step_is_whole_the_newest_is_taken():
     buckets = table((1, 0), (2, 0), done_at=[NAN, NAN])
     step, its_buckets, its_spans = newest_sync(buckets, {})
     assert (step, len(its_buckets["step"]), its_spans) == (2, 1, {})
+
+
+def test_none_is_drawn_over_another():
+    """What overlaps stands in rows of its own; a row is used again when it is free."""
+    assert stacked([(0, 4), (1, 2), (1.5, 5), (2, 3), (4, 6)]) == [0, 1, 2, 1, 0]
+    assert stacked([(3, 4), (0, 9)]) == [1, 0]
+    assert stacked([]) == []
+
+
+def test_buckets_that_wait_for_slower_slots_stand_below_one_another():
+    """All lanes have as many rows, also one whose own buckets do not overlap."""
+    buckets = table((1, 0), (1, 0), (1, 1), (1, 1), launch_at=[0, 1, 4, 6], done_at=[5, 7, 5, NAN])
+    rows, num = bucket_rows(buckets)
+    assert (rows.tolist(), num) == ([0, 1, 0, 0], 2)
+    assert row_edges((0.5, 0.9), 1, num) == (0.7, 0.9)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -116,6 +122,24 @@ def test_the_command_prints_run_incidents_and_notes(record, capsys):
     assert "lost" in out.split("ended: finished")[1]
     assert "150" in out
     assert "note:" not in out
+
+
+def test_who_stops_reading_ends_the_command_quietly(record):
+    """As in `nbdist replay RUN.jsonl | head -1`: no traceback, and the status of a broken pipe."""
+    code = f"import sys; from nbdist.cli import main; sys.exit(main(['replay', {str(record)!r}]))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[2],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 STEERING = "\x1b]0;x\x07\r\x1b[2J\x9b1m\n\u202e\u2028"

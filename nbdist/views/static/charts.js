@@ -1,5 +1,7 @@
 // A bokeh figure on the page: filled by us, drawn only while it is seen.
 
+/** Of a slot that is black on light pages; white bars would outshine all others. */
+const PALE = "#b9bec4";
 /** Of a line of text. */
 const NAME_PX = 13;
 
@@ -11,11 +13,17 @@ export class Look {
     this.box = box;
   }
 
-  /** Black is for light pages only: on dark ones it is the colour of text. @param {number} slot */
+  /** Black is for light pages only. @param {number} slot */
   colour(slot) {
     const { colours } = this.settings;
     const colour = colours[slot % colours.length];
-    return colour === "#000000" ? this.text : colour;
+    return colour === "#000000" && this.isDark ? PALE : colour;
+  }
+
+  /** Text is bright. */
+  get isDark() {
+    const [red, green, blue] = (this.text.match(/[\d.]+/g) ?? []).map(Number);
+    return red + green + blue > 384;
   }
 
   /** @param {number} slot */
@@ -69,6 +77,9 @@ export class Chart {
     }
     this.figure = this.views.roots[0].model;
     this.document = this.figure.document;
+    // What is told where the pointer is hangs at the page's body, out of reach of our styles.
+    const tools = this.figureViews.flatMap((/** @type {any} */ view) => [...view.tool_views.values()]);
+    for (const { ttmodels } of tools) for (const tip of ttmodels?.values() ?? []) tip.css_classes = ["nbdist-tip"];
     for (const model of this.document.all_models) {
       if (model.type === "ColumnDataSource" && model.name) this.sources[model.name] = model;
     }
@@ -113,8 +124,9 @@ export class Chart {
     for (const view of this.figureViews) view.reset();
   }
 
+  /** @returns {any[]} */
   get figureViews() {
-    return this.views?.query((/** @type {any} */ view) => view.model.type === "Figure") ?? [];
+    return [...(this.views?.query((/** @type {any} */ view) => view.model.type === "Figure") ?? [])];
   }
 
   repaint() {
@@ -123,7 +135,7 @@ export class Chart {
 
   /** @returns {HTMLCanvasElement | null} */
   picture() {
-    const [view] = [...this.figureViews];
+    const [view] = this.figureViews;
     return view?.export("png", true).canvas ?? null;
   }
 

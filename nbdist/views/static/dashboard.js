@@ -158,7 +158,8 @@ class Dashboard {
 
   /** How old what is shown is. @param {number} age in s */
   setAge(age) {
-    const text = this.isOver ? "" : age < 2 ? "live" : `${Math.round(age)} s old`;
+    const now = this.store.isPaused ? "paused" : "live";
+    const text = this.isOver ? "" : age < 2 ? now : `${Math.round(age)} s old`;
     for (const panel of this.panels) panel.setAge(text);
   }
 

@@ -45,6 +45,22 @@ export function lossText(value, digits = 3) {
   return value && (power < -3 || power > 4) ? text : number(value, Math.max(0, digits - 1 - power));
 }
 
+/**
+ * For each interval the first row that is free when it begins, so that none is drawn over another; `lanes.stacked`.
+ * @param {[number, number][]} intervals @returns {number[]}
+ */
+export function stacked(intervals) {
+  /** @type {number[]} */ const free = [];
+  /** @type {number[]} */ const rows = [];
+  const order = [...intervals.keys()].sort((a, b) => intervals[a][0] - intervals[b][0] || intervals[a][1] - intervals[b][1]);
+  for (const i of order) {
+    const found = free.findIndex((since) => since <= intervals[i][0]);
+    rows[i] = found < 0 ? free.length : found;
+    free[rows[i]] = intervals[i][1];
+  }
+  return rows;
+}
+
 /** @param {number} bytes @returns {string} */
 export function size(bytes) {
   if (!Number.isFinite(bytes) || bytes <= 0) return NONE;

@@ -22,9 +22,22 @@ export function unpackedFrame(view) {
   return { header, tables };
 }
 
-/** The bytes that gzip packed. @param {ArrayBufferView} bytes @returns {Response} */
-function streamed(bytes) {
-  const packed = new Blob([/** @type {BlobPart} */ (/** @type {unknown} */ (bytes))]).stream();
+/** What base64 says; a loop, since going through letters one by one takes 40 times as long. @param {string} text */
+export function decoded(text) {
+  const letters = atob(text);
+  const bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  return bytes;
+}
+
+/** The bytes that gzip packed; a blob would go to another process and back. @param {ArrayBufferView} bytes @returns {Response} */
+function streamed({ buffer, byteOffset, byteLength }) {
+  const packed = new ReadableStream({
+    start(controller) {
+      controller.enqueue(new Uint8Array(buffer, byteOffset, byteLength));
+      controller.close();
+    },
+  });
   return new Response(packed.pipeThrough(new DecompressionStream("gzip")));
 }
 

@@ -1,5 +1,7 @@
 // The code of one version, kept by the tab while it is open: loaded again, it need not be sent it again.
 
+import { decoded } from "./frame.js";
+
 const NAME = "nbdist-code";
 const CHUNK_BYTES = 8192;
 
@@ -26,11 +28,6 @@ function asText({ buffer, byteOffset, byteLength }) {
   return btoa(text);
 }
 
-/** @param {string} text */
-function asBytes(text) {
-  return new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
-}
-
 /** @param {string} version @param {DataView[]} buffers */
 export function keep(version, buffers) {
   stored((tab) => tab.setItem(NAME, JSON.stringify({ version, texts: buffers.map(asText) })));
@@ -44,5 +41,5 @@ export function forget() {
 export function kept(version) {
   const text = stored((tab) => tab.getItem(NAME));
   const found = text ? JSON.parse(text) : {};
-  return found.version === version ? found.texts.map(asBytes) : null;
+  return found.version === version ? found.texts.map((/** @type {string} */ one) => new DataView(decoded(one).buffer)) : null;
 }

@@ -8,6 +8,8 @@ import { fillTable, Panel } from "./panel.js";
 const MEMBER = "member";
 const STATES = ["empty", "starting", "replaying", "ready", MEMBER, "leaving", "given up"];
 const RUNNING = 3;
+/** Of an engine that hung; dark on dark pages, too. */
+const SILENT = "#50555b";
 const MAX_ROWS = 50;
 const MAX_ANATOMIES = 12;
 const LANES_PX = 330;
@@ -42,7 +44,7 @@ export class Membership extends Panel {
       figures: ["membership", "incidents"],
     });
     this.look = look;
-    this.keys = element("div", "nbdist-tools nbdist-legend", "Time that each incident took:");
+    this.keys = element("div", "nbdist-tools nbdist-legend", "What each incident took:");
     for (const [, part, colour, hatch] of PARTS) {
       const item = this.keys.appendChild(element("span", "nbdist-key", part));
       item.style.setProperty("--nbdist-slot", colour);
@@ -99,7 +101,7 @@ export class Membership extends Panel {
     for (const { slot, from, to } of store.silences) {
       const lane = slots.indexOf(slot);
       const values = { left: from - began, right: to - began, bottom: lane + 0.85, top: lane + 0.15, slot };
-      const more = { colour: this.look.text, hatch: "x", state: "silent, until it was ended" };
+      const more = { colour: SILENT, hatch: "x", state: "silent, until it was ended" };
       for (const [name, value] of Object.entries({ ...values, ...more })) lives[name].push(value);
     }
     const each = Math.max(MIN_LANE_PX, Math.min(MAX_LANE_PX, LANES_PX / slots.length));
@@ -136,19 +138,22 @@ export class Membership extends Panel {
     const shown = [...store.incidents].slice(-MAX_ANATOMIES);
     /** @type {Record<string, (number | string)[]>} */
     const parts = { left: [], right: [], bottom: [], top: [], colour: [], hatch: [], number: [], part: [], ms: [] };
+    const lengths = shown.flatMap(([, incident]) => PARTS.map(([key]) => (incident[key] ?? 0) * 1000)).filter((length) => length > 0);
+    const least = 10 ** Math.floor(Math.log10(Math.min(...lengths, 10)));
+    const each = 0.76 / PARTS.length;
     shown.forEach(([count, incident], lane) => {
-      let at = 0;
-      for (const [key, part, colour, hatch] of PARTS) {
+      PARTS.forEach(([key, part, colour, hatch], i) => {
         const length = (incident[key] ?? 0) * 1000;
-        if (!length) continue;
-        const values = { left: at, right: at + length, bottom: lane + 0.85, top: lane + 0.15, colour, hatch };
+        if (!length) return;
+        const top = lane + 0.12 + i * each;
+        const values = { left: least, right: length, bottom: top + each, top, colour, hatch };
         const more = { number: `${count}`, part, ms: length };
         for (const [name, value] of Object.entries({ ...values, ...more })) parts[name].push(value);
-        at += length;
-      }
+      });
     });
     chart.place.hidden = this.keys.hidden = !shown.length;
-    chart.lanes(shown.map(([count, incident]) => `${count} ${incident.kind}`), 22);
+    chart.lanes(shown.map(([count, incident]) => `${count} ${incident.kind}`), 30);
+    chart.range(least, Math.max(...lengths, 10 * least) * 1.2);
     chart.set("parts", parts);
   }
 

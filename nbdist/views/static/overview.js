@@ -88,6 +88,7 @@ export class Overview {
     this.set("step", steps, of.join(" "));
     this.set("loss", lossText(losses[losses.length - 1]), first);
     if (store.isOver) this.set("pace", number(runPace(run)), "samples/s over the run, stalls included");
+    else if (store.isPaused) this.set("pace", "paused", `until then ${number(pace(store))} samples/s, last ${RECENT_STEPS} steps`);
     else this.set("pace", number(pace(store)), stall_s ? `samples/s; no step for ${number(stall_s)} s` : `samples/s, last ${RECENT_STEPS} steps`);
     this.set("ranks", `${world.world_size}`, `of ${world.size}; generation ${world.generation}`);
     this.setOverlap(store);

@@ -7,6 +7,8 @@ import { recent } from "./throughput.js";
 /** @typedef {import("./types").Seat} Seat */
 
 const QUEUED_AFTER_MS = 600;
+/** What was done is said for so long; what failed, until something else is said. */
+const SAID_MS = 8000;
 const SLOW_FACTOR = 5;
 const HEADER = ["rank", "slot", "state", "gen", "device", "pid", "compute ms", "waiting", "memory", ""];
 const RECENT = "Median of the last steps: those of 4 s, but 5 to 50 of them";
@@ -23,6 +25,7 @@ export class Orders {
     this.count = 0;
     /** @type {Map<string, {words: string, done: () => void, timer: ReturnType<typeof setTimeout>}>} */
     this.open = new Map();
+    /** @type {ReturnType<typeof setTimeout> | undefined} */ this.leaving = undefined;
   }
 
   /**
@@ -58,11 +61,14 @@ export class Orders {
 
   /** @param {string} text @param {string} state */
   say(text, state) {
+    clearTimeout(this.leaving);
     this.place.textContent = text;
     this.place.dataset.state = state;
+    if (state === "done") this.leaving = setTimeout(() => this.say("", ""), SAID_MS);
   }
 
   dispose() {
+    clearTimeout(this.leaving);
     for (const { timer } of this.open.values()) clearTimeout(timer);
   }
 }

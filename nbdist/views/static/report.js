@@ -2,7 +2,7 @@
 
 import { pictured, show } from "./dashboard.js";
 import { element } from "./format.js";
-import { unpackedBytes, unpackedFrame } from "./frame.js";
+import { decoded, unpackedBytes, unpackedFrame } from "./frame.js";
 
 const SAVED_FOR_MS = 10_000;
 
@@ -10,7 +10,7 @@ const SAVED_FOR_MS = 10_000;
 async function held(id) {
   const text = document.getElementById(id)?.textContent?.trim();
   if (!text) return null;
-  return unpackedBytes(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)));
+  return unpackedBytes(decoded(text));
 }
 
 /** @param {string} id @returns {any} */
@@ -51,7 +51,7 @@ function offerRecord() {
     const packed = link.href.split(",")[1];
     if (!packed || !link.download.endsWith(".gz")) return;
     event.preventDefault();
-    const bytes = await unpackedBytes(Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0)));
+    const bytes = await unpackedBytes(decoded(packed));
     const saved = element("a");
     saved.href = URL.createObjectURL(new Blob([bytes], { type: "application/jsonl" }));
     saved.download = link.download.slice(0, -".gz".length);

@@ -74,17 +74,21 @@ export class Store {
     /** @type {import("./types").Header["evaluations"]} */ this.evaluations = [];
     /** @type {import("./types").Header | null} */ this.header = null;
     /** Why nothing new comes; empty where it does. */ this.lost = "";
+    /** Of the steps up to this one only some have rows. */ this.sparseUntil = -1;
+    /** When the run was seen to be paused last. */ this.pausedAt = -Infinity;
   }
 
   /** @param {import("./types").Frame} frame */
   take({ header, tables }) {
-    if (header.kind === "snapshot") Object.assign(this, new Store());
+    if (header.kind === "snapshot") Object.assign(this, new Store(), { pausedAt: this.pausedAt });
     this.header = header;
     this.lost = "";
+    if (this.isPaused) this.pausedAt = header.clock_s;
     for (const { number, incident } of header.incidents) this.incidents.set(number, incident);
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
     this.steps.append(byTime(tables.steps));
+    if (header.thinned.includes("steps")) for (const step of tables.steps?.step ?? []) this.sparseUntil = Math.max(this.sparseUntil, step);
     for (const name of /** @type {const} */ (["buckets", "spans", "plans", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
@@ -147,10 +151,15 @@ export class Store {
     return Boolean(this.header?.is_live) && !this.lost;
   }
 
+  /** It stands because somebody wanted it to. */
+  get isPaused() {
+    return this.run?.state === "paused";
+  }
+
   /** So long no step was committed though one was due, in seconds; 0: it goes on as it should. */
   get stall_s() {
     const { run, rows, now } = this;
-    const at = rows.get("at")[rows.length - 1];
+    const at = Math.max(rows.get("at")[rows.length - 1], this.pausedAt);
     if (!run || !["running", "recovering"].includes(run.state) || !this.isLive || !rows.length) return 0;
     return now - at > Math.max(STALL_S, STALL_STEPS * run.usual_s) ? now - at : 0;
   }
@@ -179,6 +188,13 @@ export class Store {
     for (const slot of this.steps.get("slot")) found.add(slot);
     for (const slot of this.seats.get("slot")) found.add(slot);
     return [...found].sort((a, b) => a - b);
+  }
+
+  /** A slot left the group after the first of two generations, and is back in the second. @param {number} slot @param {number} from @param {number} to */
+  wasAway(slot, from, to) {
+    return [...this.incidents.values()].some(
+      ({ kind, slots, generation_before: last }) => kind !== "joined" && slots.includes(slot) && from <= last && last < to,
+    );
   }
 
   /** The step at which an incident belongs: its own, or the first of the generation after it. */

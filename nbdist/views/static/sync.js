@@ -1,6 +1,6 @@
 // Gradient sync: when each bucket is reduced, and whether the backward hides it.
 
-import { common, median, ms, NONE, percent, size, total, union } from "./format.js";
+import { common, median, ms, NONE, percent, size, stacked, total, union } from "./format.js";
 import { Bars, legendOf, StepPanel } from "./steps.js";
 
 /** @typedef {import("./store.js").Store} Store */
@@ -21,7 +21,14 @@ const BUCKET_COLOUR = "#D55E00";
 const RECENT_STEPS = 20;
 const LETTER_SHARE = 0.03;
 const MAX_LANES = 16;
-const LANES_PX = 300;
+const MAX_ROWS = 5;
+const LANES_PX = 340;
+/** Of a slot's lane: what computing has, and each row of buckets that overlap; with the gaps. */
+const COMPUTE_PX = 24;
+const ROW_PX = 14;
+/** A row that is lower has no room for a letter. */
+const LETTER_PX = 9;
+const [COMPUTE_SHARE, BUCKETS_SHARE] = [0.4, 0.5];
 const ALONE = "One rank has nobody to sum its gradients with: there is no gradient sync.";
 const NOT_YET = "No bucket of gradients has been summed yet. Buckets come with a trainer that uses data parallelism.";
 const GONE = "No bucket of this run is known: it summed no gradients in buckets, or what was told of them is not kept.";
@@ -157,6 +164,13 @@ export class Sync extends StepPanel {
     const begins = slots.map((slot) => entry.slots.get(slot)?.began ?? Infinity);
     const zero = Math.min(...begins);
     const bars = new Bars();
+    const rows = slots.map((slot) => stacked((entry.slots.get(slot)?.buckets ?? []).map((b) => [b.from, Math.max(b.from, b.to || 0)])));
+    const numRows = Math.max(1, ...rows.flat().map((row) => row + 1));
+    const most = Math.max(...slots.map((slot) => entry.slots.get(slot)?.buckets.length ?? 0));
+    // By the number of buckets, which is always the same, and not by how many overlap just now.
+    const wanted = COMPUTE_PX + ROW_PX * Math.max(2, Math.min(most, MAX_ROWS));
+    const each = Math.max(20, Math.min(wanted, Math.round(LANES_PX / slots.length)));
+    const high = BUCKETS_SHARE / numRows;
     let end = 0;
     slots.forEach((slot, lane) => {
       const part = entry.slots.get(slot);
@@ -164,16 +178,16 @@ export class Sync extends StepPanel {
       for (const span of part.spans) {
         const [what, letter, colour, hatch] = KINDS[span.kind] ?? [`kind ${span.kind}`, "", "#8c959f", " "];
         const name = span.kind <= BACKWARD && span.ident >= 0 ? `${what}, micro-batch ${span.ident}` : what;
-        bars.add(span.from - zero, span.to - zero, lane + 0.08, 0.4, colour, hatch, name, slot, letter, NONE);
+        bars.add(span.from - zero, span.to - zero, lane + 0.05, COMPUTE_SHARE, colour, hatch, name, slot, letter, NONE);
         end = Math.max(end, span.to - zero);
       }
-      for (const b of part.buckets) {
-        const from = b.from - zero;
-        bars.add(from, b.to - zero, lane + 0.52, 0.38, BUCKET_COLOUR, "/", `bucket ${b.bucket}`, slot, `${b.bucket}`, size(b.bytes));
+      part.buckets.forEach((b, i) => {
+        const top = lane + 0.46 + rows[lane][i] * high;
+        const letter = high * each < LETTER_PX ? "" : `${b.bucket}`;
+        bars.add(b.from - zero, b.to - zero, top, 0.9 * high, BUCKET_COLOUR, "/", `bucket ${b.bucket}`, slot, letter, size(b.bytes));
         end = Math.max(end, b.to - zero);
-      }
+      });
     });
-    const each = Math.max(20, Math.min(44, Math.round(LANES_PX / slots.length)));
     chart.lanes(slots.map((slot) => `slot ${slot}`), each);
     chart.set("bars", bars.columns);
     chart.set("letters", bars.letters(end * 1000 * LETTER_SHARE));

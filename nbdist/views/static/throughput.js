@@ -141,7 +141,8 @@ export class Throughput extends Panel {
     const curves = this.curves(store);
     const isMany = curves.length > MAX_LINES;
     const how = isMany ? "A strip for each slot below: the lighter, the longer it computes." : "";
-    this.say(`${sentence} In synchronous training all ranks share one pace; compute time tells them apart. ${how}`.trim());
+    const stands = store.isPaused ? `The run is paused after step ${number((store.run?.step ?? 0) - 1)}; until then: ` : "";
+    this.say(`${stands}${sentence} In synchronous training all ranks share one pace; compute time tells them apart. ${how}`.trim());
     this.fillTwin();
     if (!this.isReady) return;
     const [rate, compute] = this.charts;
@@ -158,17 +159,22 @@ export class Throughput extends Panel {
   /** Compute time of each slot over steps. @param {Store} store */
   curves(store) {
     const { steps } = store;
-    const [step, slot, value] = ["step", "slot", "compute_s"].map((n) => steps.get(n));
+    const [step, slot, value, generation] = ["step", "slot", "compute_s", "generation"].map((n) => steps.get(n));
+    /** Of each slot, the generation of its last step. @type {Map<number, number>} */
+    const last = new Map();
     /** @type {Map<number, {slot: number, x: number[], y: number[]}>} */
     const found = new Map();
     for (let i = 0; i < steps.length; i++) {
       let own = found.get(slot[i]);
       if (!own) found.set(slot[i], (own = { slot: slot[i], x: [], y: [] }));
-      const last = own.x[own.x.length - 1];
-      if (last !== undefined && step[i] > last + 1) {
-        own.x.push(last + 0.5); // it was away for some steps: no line across them
+      const before = own.x[own.x.length - 1];
+      const isMissing = before !== undefined && step[i] > before + 1;
+      // Of a long run only some steps are sent: there, what is missing was not missed.
+      if (isMissing && (step[i] > store.sparseUntil || store.wasAway(slot[i], last.get(slot[i]) ?? 0, generation[i]))) {
+        own.x.push(before + 0.5); // it was away for some steps: no line across them
         own.y.push(NaN);
       }
+      last.set(slot[i], generation[i]);
       own.x.push(step[i]);
       own.y.push(value[i] * 1000);
     }

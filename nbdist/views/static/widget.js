@@ -4,7 +4,7 @@
 // state) and shares what a page needs once through one key of `globalThis`. BokehJS and the views
 // come as binary messages, which are never stored.
 
-import { unpacked, unpackedFrame } from "./frame.js";
+import { unpacked, unpackedBytes, unpackedFrame } from "./frame.js";
 import { forget, keep, kept } from "./kept.js";
 
 /** @typedef {import("./types").Model} Model */
@@ -17,6 +17,8 @@ const SHARED = /** @type {Record<symbol, import("./types").Page>} */ (/** @type 
 const PAGE = (SHARED[Symbol.for("nbdist")] ??= { code: new Map(), early: new Map() });
 
 const WIDGET_VIEW = "application/vnd.jupyter.widget-view+json";
+/** Of JupyterLab: a change of what is saved that is not drawn. */
+const SILENT_CHANGE = "silent-change";
 const MAX_EARLY = 240;
 const OPEN_LIMIT_MS = 1500;
 const STALE_AFTER_S = 3;
@@ -33,9 +35,9 @@ const FREEZE_LIMIT_MS = 4000;
 /** @param {number} limit_ms @returns {Promise<null>} */
 const after = (limit_ms) => new Promise((done) => setTimeout(() => done(null), limit_ms));
 
-/** Run a module from its text. @param {string} text @returns {Promise<any>} */
-async function imported(text) {
-  const url = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
+/** Run a module from the parts of its text. @param {BlobPart[]} parts @returns {Promise<any>} */
+async function imported(...parts) {
+  const url = URL.createObjectURL(new Blob(parts, { type: "text/javascript" }));
   try {
     return await import(url);
   } finally {
@@ -49,11 +51,13 @@ async function imported(text) {
  * @returns {Promise<Code>}
  */
 async function loaded([bokeh, views, figures]) {
-  const [bokehText, viewsText, figuresText] = await Promise.all([bokeh, views, figures].map(unpacked));
-  const wrapped = `const root={};(function(){${bokehText}\n}).call(root);export default root.Bokeh;`;
-  const Bokeh = (await imported(wrapped)).default;
+  const [text, ours, json] = await Promise.all([unpackedBytes(bokeh), unpackedBytes(views), unpacked(figures)]);
+  const [{ default: Bokeh }, module] = await Promise.all([
+    imported("const root={};(function(){", text, "\n}).call(root);export default root.Bokeh;"),
+    imported(ours),
+  ]);
   Bokeh.set_log_level("error"); // it warns of ranges without data, which all have at first
-  return { Bokeh, views: await imported(viewsText), figures: JSON.parse(figuresText) };
+  return { Bokeh, views: module, figures: JSON.parse(json) };
 }
 
 /** What a page holds of one version of the code. @param {string} version */
@@ -157,6 +161,27 @@ function put({ outputs, output }, data, metadata) {
   }
 }
 
+/**
+ * A run that is over needs no page to wait for it: the file holds its picture, and the view lives on in
+ * this page only. With the view in the file, whoever opens it when the kernel is gone would be told of a
+ * missing model: front ends prefer a widget, whatever stands beside it. Told to what is saved alone;
+ * the application writes its own changes there under the same name.
+ * @param {Model} model
+ */
+function savePicture(model) {
+  const own_id = model.get("own_model_id");
+  const { cells } = model.widget_manager?.context?.model ?? {};
+  for (let i = 0; i < (cells?.length ?? 0); i++) {
+    const saved = cells.get(i).sharedModel;
+    (saved?.outputs ?? []).forEach((/** @type {any} */ output, /** @type {number} */ j) => {
+      const { [WIDGET_VIEW]: view, ...data } = output.data ?? {};
+      if (view?.model_id !== own_id || !data["image/png"]) return;
+      const metadata = { ...output.metadata, nbdist: { widget: own_id } };
+      saved.updateOutputs?.(j, j + 1, [{ ...output, data, metadata }], SILENT_CHANGE);
+    });
+  }
+}
+
 const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
 
 /**
@@ -239,6 +264,7 @@ class View {
     const isAsked = early?.isAsked && !early.isOver;
     for (const frame of early?.frames.splice(0) ?? []) this.takeFrame(frame);
     if (early) early.isOver = true;
+    savePicture(model);
     this.channel = await opening;
     if (isAsked && this.seq < 0) await Promise.race([this.first, after(ANSWER_LIMIT_MS)]);
     if (signal.aborted) {
@@ -376,7 +402,7 @@ class View {
   tick() {
     const { age, isOver } = this;
     const isStale = Boolean(this.lost || (this.ended && !isOver)) || (!isOver && this.seen > 0 && age > STALE_AFTER_S);
-    let text = "live";
+    let text = this.shown?.store.isPaused ? "paused" : "live";
     if (this.refused) text = this.refused;
     else if (this.lost) text = this.note;
     else if (!this.seen) text = this.ended || "waiting for the kernel";
