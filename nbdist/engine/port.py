@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from nbdist.engine.group import Groups
     from nbdist.protocol.ids import Slot
 
-NUM_RECENT = 256
-"""So many of the last rows are reported again to a supervisor that takes over."""
+MAX_RECENT_BYTES = 512 << 10
+"""Of the last rows, which are reported again to a supervisor that takes over: 8,192 steps, far more
+than pass until one does."""
 OURS = str(Path(__file__).parents[1]) + os.sep
 """Where nbdist's own code lies."""
 PATIENCE_S = 120.0
@@ -122,7 +123,9 @@ class Port:
         self._said: ev.Event | None = None
         """What the supervisor must know of this run here, as it was told last."""
         self._rows: deque[tuple[Any, ...]] = deque()
-        self._recent: deque[tuple[Any, ...]] = deque(maxlen=NUM_RECENT)
+        self._recent: deque[bytes] = deque()
+        """Reports."""
+        self._recent_bytes = 0
         self._flushing = threading.Lock()
         self._breaks: tuple[tuple[int, ...], int] = ((), 0)
         """Engines among which the last attempts broke, and how many did."""
@@ -262,9 +265,14 @@ class Port:
     def flush(self) -> None:
         """Report the steps that were committed. From any thread."""
         with self._flushing:
-            rows = [self._rows.popleft() for _ in range(len(self._rows))]
-            self._recent.extend(rows)
-            self._report(rows)
+            if not (rows := [self._rows.popleft() for _ in range(len(self._rows))]):
+                return
+            data = np.array(rows, dtype=ROWS).tobytes()
+            self._recent.append(data)
+            self._recent_bytes += len(data)
+            while self._recent_bytes > MAX_RECENT_BYTES:
+                self._recent_bytes -= len(self._recent.popleft())
+            self._report(data)
 
     def say(self, event: ev.Event) -> None:
         """Tell the supervisor how it stands with this run here."""
@@ -279,14 +287,11 @@ class Port:
         if self._said is not None:
             self._ground.tell(self._said)
         with self._flushing:
-            self._report(list(self._recent))
+            if self._recent:
+                self._report(b"".join(self._recent))
 
-    def _report(self, rows: list[tuple[Any, ...]]) -> None:
-        if rows:
-            data = np.array(rows, dtype=ROWS).tobytes()
-            self._ground.tell(
-                rn.StepsCommitted(slot=self._ground.slot, run=self.spec.run, rows=data)
-            )
+    def _report(self, data: bytes) -> None:
+        self._ground.tell(rn.StepsCommitted(slot=self._ground.slot, run=self.spec.run, rows=data))
 
     def go_on(self, order: rn.GoOn) -> None:
         """Train until so many steps are committed; said again, it is the same order."""

@@ -44,6 +44,17 @@ parameter group. at: when it was committed, in seconds of the host's monotonic c
 """
 
 
+def is_known(rows: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which of these rows an engine has reported; of the others the number alone is right."""
+    known: NDArray[np.bool_] = np.isfinite(rows["at"])
+    return known
+
+
+def unknown_in_words(num: int) -> str:
+    """What a reader should know of so many rows."""
+    return f"steps that were committed, and that no engine has reported: {num}"
+
+
 OVER = ("finished", "stopped", "failed")
 """States in which a run stays."""
 
@@ -65,7 +76,7 @@ class RunStory:
 
     title: str
     rows: NDArray[np.void]
-    """Committed steps in the order in which they were committed, of dtype `ROWS`."""
+    """Committed steps that are known, in the order in which they were committed, of `ROWS`."""
     incidents: list[Incident] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     series: Curves = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbdist.protocol.story import OVER, ROWS
+from nbdist.protocol.story import OVER, ROWS, is_known, unknown_in_words
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,6 +62,8 @@ class RunRecord:
         notes = [*self.remarks, *([] if unread else of_curves)]
         if self.num_missing:
             notes.append(f"{self.num_missing} steps were dropped before they were read")
+        if num := self.num_unknown():
+            notes.append(unknown_in_words(num))
         if unread and not self.has_end:
             notes.append(f"steps after the last one here are not known: {unread}")
         elif not self.has_end:
@@ -71,7 +73,7 @@ class RunRecord:
     def told(self, first: int) -> dict[str, Any]:
         """What a story holds of it; `first`: steps of the trainer before it, 0: the rows tell."""
         return {
-            "rows": self.rows.copy(),
+            "rows": self.rows[is_known(self.rows)],
             "evaluations": list(self.evaluations),
             "first": first or None,
             "started": self._started(),
@@ -120,8 +122,13 @@ class RunRecord:
         return float(self.rows[-1]["loss"]) if self.rows.size else None
 
     def num_without_loss(self) -> int:
-        """Steps whose loss is no finite number."""
-        return int(np.count_nonzero(~np.isfinite(self.rows["loss"])))
+        """Steps whose loss is no finite number, as engines have reported it."""
+        rows = self.rows[is_known(self.rows)]
+        return int(np.count_nonzero(~np.isfinite(rows["loss"])))
+
+    def num_unknown(self) -> int:
+        """Steps that no engine has reported: their numbers alone are known."""
+        return int(np.count_nonzero(~is_known(self.rows)))
 
     def usual_s(self) -> float | None:
         """Median duration of the last steps; None before the first one."""
@@ -136,6 +143,8 @@ class RunRecord:
             words.append(f"loss {loss:.4g}")
         if num := self.num_without_loss():
             words.append(f"{num} {'step' if num == 1 else 'steps'} without a finite loss")
+        if num := self.num_unknown():
+            words.append(unknown_in_words(num))
         if with_pace and (pace := self.samples_per_second()) is not None:
             words.append(f"{pace:.4g} samples/s")
         return words
@@ -143,5 +152,6 @@ class RunRecord:
     def samples_per_second(self) -> float | None:
         """Over the last steps, stalls included; of all ranks together."""
         recent = self.rows[-NUM_RECENT:]
+        recent = recent[is_known(recent)]
         seconds = float(recent["seconds"].sum())
         return float(recent["samples"].sum()) / seconds if seconds > 0 else None

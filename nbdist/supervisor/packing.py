@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 
 from nbdist.protocol import frames as fr
+from nbdist.protocol.story import is_known
 from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.thinning import thin
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DetailReader
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.planned import PlanReader
-from nbdist.supervisor.progress import is_known
 from nbdist.supervisor.view import view_of
 
 if TYPE_CHECKING:
@@ -280,11 +280,11 @@ class Packer:
     def _incidents_before(self) -> int:
         """Incidents of the cluster that had begun before the run."""
         story, rows = self._sources.machine.story, self.run.progress.rows if self.run else None
-        since = self._since
         if rows is None:
             return 0
-        if not math.isfinite(since):  # another supervisor saw it begin
-            since = float(rows["at"][0] - rows["seconds"][0]) if len(rows) else -math.inf
+        since = self._since
+        if len(rows := rows[is_known(rows)]):  # another supervisor may have seen it begin
+            since = min(since, float(rows["at"][0] - rows["seconds"][0]))
         if not math.isfinite(since):
             return 0
         later = [i for i in story.incidents if i.began_at is None or i.began_at >= since]

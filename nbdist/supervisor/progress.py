@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.story import ROWS
+from nbdist.protocol.story import ROWS, is_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,12 +26,6 @@ MAX_ROWS = 1_000_000
 NUM_USUAL = 50
 """The usual duration of a step is the median of so many."""
 _NAN = float("nan")
-
-
-def is_known(rows: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Which of these rows somebody has reported."""
-    known: NDArray[np.bool_] = rows["generation"] > 0
-    return known
 
 
 class Progress:

@@ -16,7 +16,7 @@ import numpy as np
 from nbdist.errors import RecordUnreadable
 from nbdist.protocol import record as rc
 from nbdist.protocol.columns import from_columns
-from nbdist.protocol.story import OVER, ROWS, RunStory, curves_of
+from nbdist.protocol.story import OVER, ROWS, RunStory, curves_of, is_known, unknown_in_words
 from nbdist.protocol.telemetry import RECORD, BatchError, Kind, check
 from nbdist.supervisor.series import Series
 from nbdist.supervisor.tables import run_tables
@@ -201,8 +201,11 @@ class _Reader:
     def close(self) -> Replay:
         """The end of the file."""
         replay, notes = self._replay, self._replay.notes
-        replay.rows = _last_of_each_step(self._rows)
+        rows = _last_of_each_step(self._rows)
+        replay.rows = rows[is_known(rows)]
         replay.incidents = list(self._incidents.values())
+        if num_unknown := len(rows) - len(replay.rows):
+            notes.append(unknown_in_words(num_unknown))
         if self._num_missing:
             notes.append(f"telemetry records missing: {self._num_missing}")
         if self._num_late:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbdist.protocol import runs as rn
+from nbdist.protocol.ids import Slot
 from nbdist.supervisor.progress import Progress
 
 if TYPE_CHECKING:
-    from nbdist.protocol.ids import CellId, RunId, Slot
+    from nbdist.protocol.ids import CellId, RunId
     from nbdist.protocol.story import Evaluation
     from nbdist.protocol.topology import Membership
 
@@ -71,6 +72,22 @@ class Run:
     """What the user did to it that a reader should know."""
     broken: set[tuple[int, int]] = field(default_factory=set)
     """(generation, step) of attempts that came to nothing."""
+
+    @classmethod
+    def taken_up(cls, view: rn.RunView, rows: bytes) -> Run:
+        """As another supervisor wrote it down; `rows`: the committed steps."""
+        run = cls(view.spec, 0, state=view.state, target=view.target)
+        run.progress = Progress(None)
+        run.progress.add(Slot(-1), rows)
+        run.until, run.fault, run.is_going = view.until, view.fault, not view.stands
+        run.number, run.lr, run.step = view.number, view.lr, view.step
+        run.is_even = False  # it may have stood because its group was broken
+        if not run.is_over:
+            run.is_paused = view.state == "paused"
+            run.state = "paused" if run.is_paused else "running"
+            since = f"from step {run.progress.step} on"
+            run.remarks.append(f"{since}: another supervisor, which lacks the telemetry before")
+        return run
 
     @property
     def is_over(self) -> bool:

@@ -381,19 +381,12 @@ class Runs:
     def take_up(self, views: tuple[rn.RunView, ...], rows: Callable[[RunId], bytes]) -> None:
         """What another supervisor wrote down; `rows`: the committed steps of a run."""
         for view in views:
-            run = Run(view.spec, 0, state=view.state, target=view.target)
-            run.progress = Progress(None)
-            run.progress.add(Slot(-1), rows(view.spec.run))
-            run.until, run.fault, run.is_going = view.until, view.fault, not view.stands
-            run.number, run.lr, run.step = view.number, view.lr, view.step
-            run.is_even = False  # it may have stood because its group was broken
+            run = Run.taken_up(view, rows(view.spec.run))
             if view.spec.cell is not None:
                 self.entering.note(view.spec.cell, loop_of(view.spec.run))
             if run.is_over:
                 self.past.append(run)
             else:
-                run.is_paused = view.state == "paused"
-                run.state = "paused" if run.is_paused else "running"
                 self.present = run
 
     def _tell(self, slot: Slot, order: rn.RunOrder) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nbdist.protocol.events import Incident, IncidentKind
-from nbdist.supervisor.progress import is_known
+from nbdist.protocol.story import is_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -313,6 +313,7 @@ def test_killed_supervisor(cluster, until):
     until(lambda: passed(run, 60), 60, "the run goes on")
     engines.kill(0)
     check(engines, run, 300)
+    assert np.isfinite(run.history["loss"]).all()  # no report was lost with it
 
 
 def test_all_lost(cluster, until):

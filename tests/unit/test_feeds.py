@@ -437,6 +437,18 @@ def test_a_run_has_the_incidents_since_it_began(house):
     assert [(n.number, n.incident.kind) for n in told] == [(1, "hung")]
 
 
+def test_a_supervisor_that_takes_over_knows_what_happened_in_the_run_before(house):
+    """A run began with its first step, whoever was the supervisor then."""
+    rows = committed(0, 3)
+    began = float(np.frombuffer(rows, ROWS)["at"][0])
+    house.machine.story.begin("lost", 1, {1: 1}, "SIGKILL", began + 0.1)
+    house.begin().progress.add(0, rows)
+    house.feeds._began["r1"] = house.now + 60
+    house.order(SUBSCRIBE)
+    house.wait(0.5)
+    assert [n.incident.kind for n in house.client.last.incidents] == ["lost"]
+
+
 def test_who_is_silent_is_told_in_whole_seconds(house):
     """An engine of which no beat comes is named soon, long before it is taken for hung."""
     machine = house.machine

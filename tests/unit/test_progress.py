@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nbdist.protocol.story import ROWS
+from nbdist.protocol.story import ROWS, is_known
 from nbdist.supervisor import progress as module
 from nbdist.supervisor.progress import Progress
 
@@ -46,12 +46,12 @@ def test_a_step_that_nobody_reported_stands_as_unknown_until_it_is():
     progress = Progress(0)
     progress.add(0, rows(0, 3))
     assert steps_of(progress) == [0, 1, 2, 3]
-    assert module.is_known(progress.rows).tolist() == [True, False, False, True]
+    assert is_known(progress.rows).tolist() == [True, False, False, True]
     assert np.isnan(progress.rows["loss"][1])
     assert progress.usual_s() == pytest.approx(0.1)
     assert len(progress.add(1, rows(1))) == 1
     assert steps_of(progress) == [0, 1, 2, 3]
-    assert module.is_known(progress.rows).tolist() == [True, True, False, True]
+    assert is_known(progress.rows).tolist() == [True, True, False, True]
     assert progress.num_replaced == 0
 
 

@@ -201,6 +201,19 @@ def test_while_the_supervisor_is_replaced_the_last_known_step_is_shown(run, supe
     assert run.summary().startswith("trainer: recovering, 8 of 10 steps, loss")
 
 
+def test_steps_that_nobody_has_reported_are_told_apart(run, supervisor):
+    """They are counted, and are no losses that are not finite; a story has the others only."""
+    lost = np.nan
+    supervisor.rows = rows(0, 6)
+    supervisor.rows[2:4] = [(s, lost, 0, lost, 0, 0, lost, lost) for s in (2, 3)]
+    run.refresh()
+    assert "no engine has reported: 2" in run.summary()
+    assert "finite" not in run.summary()
+    story = run.story()
+    assert story.rows["step"].tolist() == [0, 1, 4, 5]
+    assert "steps that were committed, and that no engine has reported: 2" in story.notes
+
+
 def test_steps_without_a_finite_loss_are_counted(run, supervisor):
     """A loss that is no number any more does not end quietly."""
     supervisor.rows = rows(0, 3, loss=[1.0, np.nan, np.inf])
