@@ -16,9 +16,10 @@ from nbdist.train.checks import check_whole, shown
 from nbdist.train.strategies import actions, schedules, splitting
 from nbdist.train.strategies.copies import NUM_KEPT
 from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.divided import Portion
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
-from nbdist.train.strategies.slices import Portion, bundles_of, check_rows
+from nbdist.train.strategies.slices import bundles_of, check_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

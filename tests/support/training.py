@@ -7,6 +7,9 @@ without believing the ledger.
 
 from __future__ import annotations
 
+import random
+import time
+
 import numpy as np
 
 NUM_SAMPLES = 6000
@@ -121,3 +124,31 @@ def check_replicas(engines, name="trainer"):
     digests = engines.parameter_digest(name)
     assert set(digests) == set(range(engines.world_size))
     assert len(set(digests.values())) == 1, digests
+
+
+def passed(run, step):
+    return len(run.history["step"]) >= step
+
+
+def kill_each(engines, until, cell, num_kills, seed):
+    """Kill ranks in turn, at random moments, and compare with a run that nothing happens to.
+
+    Each rank holds a part of its own, and the cell has copies made every five steps.
+    """
+    moment = random.Random(seed)
+    engines.run(cell)
+    run = engines.train("trainer", steps=1_000_000)
+    for number in range(num_kills):
+        before, mark = engines.generation, len(run.history["step"]) + moment.randrange(7, 20)
+        until(lambda mark=mark: passed(run, mark), 40, "the run goes on")
+        time.sleep(moment.random() * 0.02)  # the moment is not to be that of a commit
+        engines.kill(number % engines.world_size)
+        engines.wait_healthy(40, after=before + 1)
+    mark = len(run.history["step"]) + 12
+    until(lambda: passed(run, mark), 40, "the run goes on")
+    run.stop()
+    check_steps(run)
+    losses = undisturbed(engines, len(run.history["step"]))
+    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)
+    assert len([i for i in run.incidents if i.kind == "lost"]) == num_kills
+    assert all(i.steps_repeated <= 6 for i in run.incidents), run.incidents

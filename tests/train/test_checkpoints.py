@@ -77,7 +77,7 @@ def make(strategy=None, **changes):
 def held(trainer):
     """Name -> bytes, of this rank's parameters and their two moments; of rows, the whole ones."""
     state, model = trainer.optimizer.state, trainer.model
-    whole = getattr(model, "_gather", lambda _, tensor: tensor)
+    whole = getattr(model, "gather", lambda _, tensor: tensor)
     return {
         name: [
             (whole(name, t.detach()) if t.dim() else t).detach().numpy().tobytes()

@@ -32,7 +32,7 @@ from nbdist.train import (
     next_token_loss,
 )
 from nbdist.train.randomness import seeded
-from nbdist.train.strategies.slices import Portion
+from nbdist.train.strategies.divided import Portion
 
 
 def make(strategy=None, **changes):
@@ -56,7 +56,7 @@ def fitted(strategy=None, steps=5, **changes):
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     else:
         parameters = dict(model.whole_parameters())
-        gradients = {name: model._gather(name, grad) for name, grad in gradients.items()}
+        gradients = {name: model.gather(name, grad) for name, grad in gradients.items()}
     return (
         {name: value.numpy() for name, value in parameters.items()},
         {name: value.numpy() for name, value in gradients.items()},
@@ -107,8 +107,10 @@ class Noisy(nn.Module):
         super().__init__()
         self.row = nn.ModuleList([nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)])
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, inputs):
+        self.calls += self.training
         for block in self.row:
             inputs = block(inputs)
         return inputs * self.frozen

@@ -18,8 +18,9 @@ from torch import nn
 
 from nbdist.train.checks import check_whole, shown
 from nbdist.train.randomness import seeded
+from nbdist.train.strategies.divided import Portion
 from nbdist.train.strategies.shards import Shards
-from nbdist.train.strategies.slices import Portion, Slices, hold
+from nbdist.train.strategies.slices import Slices, hold
 
 if TYPE_CHECKING:
     from nbdist.train.strategies.base import Terms
