@@ -9,6 +9,7 @@ from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
 from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
+from nbdist.train.strategies.tensor_parallel import TensorParallel
 from nbdist.train.trainer import Trainer
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "GPTConfig",
     "Pipeline",
     "Sharded",
+    "TensorParallel",
     "Trainer",
     "bench_model",
     "estimate",

@@ -16,10 +16,11 @@ from nbdist.train.checks import check_whole, shown
 from nbdist.train.strategies import actions, schedules, splitting
 from nbdist.train.strategies.copies import NUM_KEPT
 from nbdist.train.strategies.data_parallel import DataParallel
-from nbdist.train.strategies.divided import Portion
+from nbdist.train.strategies.divided import Portion, without_memory
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
 from nbdist.train.strategies.slices import bundles_of, check_rows
+from nbdist.train.strategies.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,19 +105,20 @@ def estimate(
 
     Memory is that of parameters, gradients and the optimizer's state (with AdamW in float32 4, 4
     and 8 bytes for each number), exactly; `DataParallel` has all of it on each rank, `Sharded` one
-    part in n, `Pipeline` that of its stages. What is sent is in `strategy.describe()`: 2(n-1)/n
-    times the gradients' bytes, 3(n-1)/n times the parameters' bytes for each batch, or what passes
-    between stages.
+    part in n, `Pipeline` that of its stages, `TensorParallel` one part in n of what is cut. What is
+    sent is in `strategy.describe()`: 2(n-1)/n times the gradients' bytes, 3(n-1)/n times the
+    parameters' bytes for each batch, what passes between stages, or 2(n-1)/n times what passes
+    between layers that are cut.
 
     Args:
         model: a Module, or a function that returns one, which is called without memory.
         strategy: as for a trainer; None: `DataParallel()`.
         devices: ranks.
         optimizer: as for a trainer; None: AdamW.
-        global_batch: samples a step; wanted for what a pipeline sends.
+        global_batch: samples a step; wanted for what a pipeline, or `TensorParallel`, sends.
         accumulate: batches in which a rank goes through its share.
         sample: the input of a batch of one sample; wanted by a pipeline that is cut by itself, and
-            for what it sends.
+            for what it or `TensorParallel` sends.
     """
     check_whole("devices", devices, 1)
     check_whole("accumulate", accumulate, 1)
@@ -318,6 +320,36 @@ def _between(stages: Sequence[nn.Module], owners: Sequence[int], asked: _Asked) 
     return sent
 
 
+def _of_panels(strategy: TensorParallel, asked: _Asked) -> Estimate:
+    """One part in n of what the plan cuts, the rest whole; 2(n-1)/n of what is summed in passes.
+
+    That is, in each batch, what layers return that are cut by rows, and gradients of what those are
+    given that are cut by columns.
+    """
+    n, whole = asked.num_ranks, without_memory(asked.model)
+    if n == 1:
+        all_of_it = {name: (p, tuple(p.shape)) for name, p in whole.named_parameters()}
+        return Estimate(strategy, (asked.need(all_of_it, sent=0),))
+    from nbdist.train.strategies.torch_tensor import Tensors, summed_bytes  # noqa: PLC0415 - it takes a second
+
+    plan = strategy.plan_of(asked.model, n)
+    sent = None
+    if asked.sample is not None and asked.global_batch is not None:
+        summed = summed_bytes(splitting.bare(whole), plan, splitting.without_memory(asked.sample))
+        if summed is not None:
+            sent = round(2 * _in_ring(n) * asked.global_batch * summed)
+    shapes = {}
+    parameters = dict(whole.named_parameters())
+    dims = Tensors(Portion(0, n), torch.device("cpu")).cut(whole, plan)
+    for name, parameter in parameters.items():
+        shape = list(parameter.shape)
+        if (dim := dims.get(name)) is not None:
+            shape[dim] //= n
+        shapes[name] = parameter, tuple(shape)
+    needs = [asked.need(shapes, sent=sent)] * n
+    return Estimate(strategy, _with_copies(needs, strategy.copy_every))
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -328,4 +360,5 @@ _COUNTED: dict[type, Callable[[Any, _Asked], Estimate]] = {
     DataParallel: _of_replicas,
     Sharded: _of_shards,
     Pipeline: _of_stages,
+    TensorParallel: _of_panels,
 }

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint  # these two each process would import
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
@@ -27,6 +28,7 @@ from nbdist.train import (
     GPTConfig,
     Pipeline,
     Sharded,
+    TensorParallel,
     Trainer,
     estimate,
     next_token_loss,
@@ -142,6 +144,8 @@ LAYOUTS = {
     "stages 2": (2, Pipeline(2, "1f1b", 8)),
     "rows 2": (2, Sharded()),
     "rows 3": (3, Sharded()),
+    "panels 2": (2, TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()})),
+    "panels 4": (4, TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()})),
     "rows 4": (4, Sharded()),  # of the last bias, with five, the last rank has none
 }
 WAYS = [
@@ -161,6 +165,11 @@ WAYS = [
     ("rows 4", "alone"),
     ("stages 2", "rows 2"),
     ("rows 3", "stages 2"),
+    ("panels 2", "panels 2"),
+    ("panels 4", "panels 2"),
+    ("panels 2", "alone"),
+    ("rows 3", "panels 2"),
+    ("panels 2", "rows 3"),
 ]
 
 

@@ -16,6 +16,7 @@ from nbdist.train import (
     GPTConfig,
     Pipeline,
     Sharded,
+    TensorParallel,
     Trainer,
     next_token_loss,
 )
@@ -192,7 +193,52 @@ def test_rows_are_cut_anew_for_those_that_are_there(follow, together, case):
         assert set(losses) >= set(range(script[-2][1], script[-1][1]))
 
 
+PANELS = {
+    "two of four are lost": [((0, 1, 2, 3), 8), ((0, 2), 14)],
+    "one is left": [((0, 1), 8), ((1,), 14)],
+    "some join": [((0, 1), 8), ((0, 1, 2, 3), 14)],
+    "back again": [((0, 1, 2, 3), 8), ((0, 2), 12), ((0, 1, 2, 3), 18)],
+    "nobody has trained": [((0, 1, 2, 3), 0), ((0, 1), 8)],
+}
+
+
+def panels(strategy=None):
+    config = GPTConfig(num_layers=2, num_heads=4, width=32, context=16, tied=True)
+    strategy = strategy or TensorParallel(copy_every=3)
+    return make(strategy, model=lambda: GPT(config), data=text(), loss=next_token_loss)
+
+
+@pytest.mark.parametrize("case", PANELS)
+def test_panels_are_cut_anew_where_heads_divide(follow, together, case):
+    """The curve is that of one process, with what the optimizer keeps of each panel."""
+    script = PANELS[case]
+    expected = together(1, lambda _: panels(DataParallel()).fit(script[-1][1])["loss"].tolist())[0]
+    outcomes = follow(script, panels)
+    for number in script[-1][0]:
+        losses, _ = outcomes[number]
+        for step, loss in losses.items():
+            assert loss == pytest.approx(expected[step], rel=1e-5)
+        assert set(losses) >= set(range(script[-2][1], script[-1][1]))
+
+
 OWN = {rank: [f"{rank}{kind}{i}" for kind in "FB" for i in range(3)] for rank in range(3)}
+
+
+def test_heads_that_three_cannot_share_end_the_run(together, tmp_path):
+    """With a sentence, on each rank that is left."""
+
+    def body(number):
+        rank = Rank(number, tmp_path, panels)
+        assert rank.form(0, (0, 1, 2, 3))
+        rank.train(4)
+        if rank.form(1, (0, 1, 3)):
+            with pytest.raises(
+                RecoveryFailed, match=r"3 ranks that the group has now: num_heads=4"
+            ):
+                rank.train(8)
+        return True
+
+    assert all(together(4, body, has_group=False))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from nbdist.train.strategies.base import Exchange, Place, Strategy, Summed, Turn
 from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
+from nbdist.train.strategies.tensor_parallel import TensorParallel
 
 __all__ = [
     "DataParallel",
@@ -16,5 +17,6 @@ __all__ = [
     "Sharded",
     "Strategy",
     "Summed",
+    "TensorParallel",
     "Turn",
 ]
