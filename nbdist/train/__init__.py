@@ -7,6 +7,7 @@ from nbdist.train.estimates import Estimate, estimate
 from nbdist.train.evaluate import Evaluate
 from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
 from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.mesh import Mesh
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
 from nbdist.train.strategies.tensor_parallel import TensorParallel
@@ -18,6 +19,7 @@ __all__ = [
     "Estimate",
     "Evaluate",
     "GPTConfig",
+    "Mesh",
     "Pipeline",
     "Sharded",
     "TensorParallel",

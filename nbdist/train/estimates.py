@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from nbdist.train.checks import check_whole, shown
 from nbdist.train.strategies import actions, schedules, splitting
+from nbdist.train.strategies.axes import Axes, Portion
 from nbdist.train.strategies.copies import NUM_KEPT
 from nbdist.train.strategies.data_parallel import DataParallel
-from nbdist.train.strategies.divided import Portion, without_memory
+from nbdist.train.strategies.divided import without_memory
+from nbdist.train.strategies.mesh import Mesh
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
 from nbdist.train.strategies.slices import bundles_of, check_rows
@@ -340,7 +342,7 @@ def _of_panels(strategy: TensorParallel, asked: _Asked) -> Estimate:
             sent = round(2 * _in_ring(n) * asked.global_batch * summed)
     shapes = {}
     parameters = dict(whole.named_parameters())
-    dims = Tensors(Portion(0, n), torch.device("cpu")).cut(whole, plan)
+    dims = Tensors(Portion(0, n), torch.device("cpu"), Axes()).cut(whole, plan)
     for name, parameter in parameters.items():
         shape = list(parameter.shape)
         if (dim := dims.get(name)) is not None:
@@ -348,6 +350,25 @@ def _of_panels(strategy: TensorParallel, asked: _Asked) -> Estimate:
         shapes[name] = parameter, tuple(shape)
     needs = [asked.need(shapes, sent=sent)] * n
     return Estimate(strategy, _with_copies(needs, strategy.copy_every))
+
+
+def _of_mesh(strategy: Mesh, asked: _Asked) -> Estimate:
+    """As the strategy along the model axis; twins sum gradients, 2(d-1)/d of their bytes."""
+    n, axes = asked.num_ranks, strategy.axes()
+    strategy.check_ranks(n)
+    num_parts = axes.num_parts(n)
+    num_twins = n // num_parts
+    share = None if asked.global_batch is None else asked.global_batch // num_twins
+    inner = strategy.along_model
+    of_one = _COUNTED[type(inner)](inner, asked._replace(num_ranks=num_parts, global_batch=share))
+    summed = 2 * _in_ring(num_twins)
+    needs = tuple(
+        need._replace(
+            sent=None if need.sent is None else need.sent + round(summed * need.gradients)
+        )
+        for need in of_one.ranks
+    )
+    return Estimate(strategy, needs * num_twins, of_one.idle_share)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -361,4 +382,5 @@ _COUNTED: dict[type, Callable[[Any, _Asked], Estimate]] = {
     Sharded: _of_shards,
     Pipeline: _of_stages,
     TensorParallel: _of_panels,
+    Mesh: _of_mesh,
 }

@@ -16,12 +16,12 @@ from nbdist.train.checkpoint import (
     MISFIT,
     REST,
     first_line,
-    place_of_rank,
     places_of,
     sampling_of,
     unpack,
 )
 from nbdist.train.parting import InPieces, Origin, names_by_group, origins_of
+from nbdist.train.strategies.axes import place_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

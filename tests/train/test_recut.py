@@ -14,6 +14,7 @@ from nbdist.train import (
     GPT,
     DataParallel,
     GPTConfig,
+    Mesh,
     Pipeline,
     Sharded,
     TensorParallel,
@@ -236,6 +237,57 @@ def test_heads_that_three_cannot_share_end_the_run(together, tmp_path):
                 RecoveryFailed, match=r"3 ranks that the group has now: num_heads=4"
             ):
                 rank.train(8)
+        return True
+
+    assert all(together(4, body, has_group=False))
+
+
+TWINS = {
+    "one comes from its twin": ([((0, 1, 2, 3), 8), ((0, 1, 2, 4), 14)], 0),
+    "the first two change places": ([((0, 1, 2, 3), 8), ((4, 1, 2, 5), 14)], 0),
+    "both twins are lost": ([((0, 1, 2, 3), 8), ((0, 4, 2, 5), 14)], 2),
+    "one model is left": ([((0, 1, 2, 3), 8), ((0, 1), 14)], 0),
+    "its parts are of two": ([((0, 1, 2, 3), 8), ((1, 2), 14)], 0),
+    "one rank is left": ([((0, 1, 2, 3), 8), ((2,), 14)], 2),
+    "another model joins": ([((0, 1), 8), ((0, 1, 2, 3), 14)], 0),
+}
+
+
+@pytest.mark.parametrize("case", TWINS)
+def test_a_stage_comes_from_its_twin(follow, together, case):
+    """No step is done again where each stage is somewhere; the curve is that of one process."""
+    script, num_again = TWINS[case]
+    num_steps = script[-1][1]
+    expected = together(1, lambda _: gpt(DataParallel()).fit(num_steps)["loss"].tolist())[0]
+    strategy = Mesh(pipeline=Pipeline(2, "1f1b", 4, copy_every=3), data=DataParallel())
+    outcomes = follow(script, lambda: gpt(strategy))
+    for number in script[-1][0]:
+        losses, again = outcomes[number]
+        for step, loss in losses.items():
+            assert loss == pytest.approx(expected[step], rel=1e-5)
+        if all(number in members for members, _ in script):
+            assert (len(losses), again) == (num_steps, num_again)
+
+
+def test_panels_come_from_their_twins(follow, together):
+    """Without any copies, and exactly."""
+    strategy = Mesh(tensor=2, data=2)
+    expected = together(4, lambda _: panels(strategy).fit(14)["loss"].tolist())[0]
+    bare = Mesh(tensor=TensorParallel(copy_every=0), data=2)
+    outcomes = follow([((0, 1, 2, 3), 8), ((4, 1, 2, 5), 14)], lambda: panels(bare))
+    assert outcomes[1] == outcomes[2] == (dict(enumerate(expected)), 0)
+
+
+def test_three_of_a_mesh_of_four_say_how_many_there_must_be(together, tmp_path):
+    """On each of them, and none trains on."""
+
+    def body(number):
+        rank = Rank(number, tmp_path, lambda: gpt(Mesh(pipeline=2, data=2)))
+        assert rank.form(0, (0, 1, 2, 3))
+        rank.train(2)
+        if rank.form(1, (0, 1, 2)):
+            with pytest.raises(RecoveryFailed, match=r"3 ranks now, and there must be a multiple"):
+                rank.train(4)
         return True
 
     assert all(together(4, body, has_group=False))

@@ -32,7 +32,7 @@ from nbdist.train import (
     next_token_loss,
 )
 from nbdist.train.randomness import seeded
-from nbdist.train.strategies.divided import Portion
+from nbdist.train.strategies.axes import Portion
 
 
 def make(strategy=None, **changes):

@@ -7,7 +7,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from nbdist.train import GPT, GPTConfig, TensorParallel
 from nbdist.train.parting import Piece, pieces_of
-from nbdist.train.strategies.divided import Portion, without_memory
+from nbdist.train.strategies.axes import Axes, Portion
+from nbdist.train.strategies.divided import without_memory
 from nbdist.train.strategies.panels import hold
 from nbdist.train.strategies.torch_tensor import Tensors, planned
 
@@ -17,7 +18,7 @@ SMALL = GPTConfig(num_layers=2, num_heads=2, width=8, context=4, vocabulary=16)
 def test_the_plan_of_gpt_has_two_pairs_in_each_block():
     """The first of each by columns, which torch keeps as rows of the weight, the second by rows."""
     whole = without_memory(GPT(SMALL))
-    dims = Tensors(Portion(0, 2), torch.device("cpu")).cut(whole, GPT(SMALL).tensor_plan(2))
+    dims = Tensors(Portion(0, 2), torch.device("cpu"), Axes()).cut(whole, GPT(SMALL).tensor_plan(2))
     expected = {}
     for block in ("blocks.0.", "blocks.1."):
         for layer in (block + "attention.query_key_value", block + "mlp.widen"):
@@ -40,7 +41,11 @@ def test_a_rank_holds_its_panels_of_the_values_of_the_whole():
 
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         held = hold(
-            make, is_given=is_given, plan_of=lambda *_, its=plan: its, portion=Portion(1, 2)
+            make,
+            is_given=is_given,
+            plan_of=lambda *_, its=plan: its,
+            portion=Portion(1, 2),
+            axes=Axes(),
         )
         assert pieces_of(held) == {
             "0.weight": Piece((2, 0), (2, 3)),

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint  # the first write would import it
 from nbdist.errors import CheckpointUnreadable
 from nbdist.train import tensors as module
 from nbdist.train.parting import InPieces, Origin, Piece, origins_of, pieces_of
-from nbdist.train.strategies.divided import Portion
+from nbdist.train.strategies.axes import Portion
 from nbdist.train.tensors import INDEX, Index, write
 
 SHAPES = {"matrix": (5, 3), "few": (1, 2), "even": (4,), "one": (), "none": (0, 2)}

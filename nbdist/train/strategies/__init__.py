@@ -5,6 +5,7 @@ Runs in the engine's main thread.
 
 from nbdist.train.strategies.base import Exchange, Place, Strategy, Summed, Turn
 from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.mesh import Mesh
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
 from nbdist.train.strategies.tensor_parallel import TensorParallel
@@ -12,6 +13,7 @@ from nbdist.train.strategies.tensor_parallel import TensorParallel
 __all__ = [
     "DataParallel",
     "Exchange",
+    "Mesh",
     "Pipeline",
     "Place",
     "Sharded",

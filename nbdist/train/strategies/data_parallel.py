@@ -139,6 +139,10 @@ class Replicas:
         """Replicas train in any group."""
         return True
 
+    def twins(self, rank: int, world_size: int) -> Place:
+        """All ranks hold the same."""
+        return Place(rank, world_size)
+
     def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - any will do
         """An attempt begins. The wrapper is made with the first that has company."""
         self.place = Place(rank, world_size)
@@ -386,11 +390,11 @@ def take_from_first(tensor: Tensor) -> None:
         tensor.copy_(dense)
 
 
-def sum_on_backend(tensor: Tensor) -> None:
-    """Sum over all ranks. NCCL sums on its own devices alone."""
+def sum_on_backend(tensor: Tensor, group: Any = None) -> None:
+    """Sum over all ranks, or those of a group. NCCL sums on its own devices alone."""
     if "gloo" in str(dist.get_backend_config()):
-        WORKS.follow(dist.all_reduce(tensor, async_op=True)).wait()
+        WORKS.follow(dist.all_reduce(tensor, group=group, async_op=True)).wait()
         return
     there = tensor.to(torch.device("cuda", torch.cuda.current_device()))
-    dist.all_reduce(there)
+    dist.all_reduce(there, group=group)
     tensor.copy_(there)

@@ -14,35 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from nbdist.errors import WrongState
-from nbdist.train.parting import InPieces, Origin, pieces_of
+from nbdist.train.parting import InPieces, pieces_of
 from nbdist.train.strategies import building
+from nbdist.train.strategies.data_parallel import take_from_first
+from nbdist.train.strategies.part import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-
-class Portion(NamedTuple):
-    """Which pieces are a rank's, and of how many ranks."""
-
-    rank: int
-    num_ranks: int
-
-    def rows(self, num: int) -> slice:
-        """Of a parameter with so many; torch cuts so that only the last ranks have fewer."""
-        each = -(-num // self.num_ranks)
-        return slice(min(self.rank * each, num), min((self.rank + 1) * each, num))
-
-    def origin(self, parameter: Tensor) -> Origin:
-        """Where they begin in a whole parameter."""
-        starts = [self.rows(num).start for num in parameter.shape[:1]]
-        return Origin(tuple(parameter.shape), (*starts, *[0] * (parameter.dim() - len(starts))))
-
-    def num_padded(self, num: int) -> int:
-        """Rows that collectives carry for so many: as many for each rank."""
-        return -(-num // self.num_ranks) * self.num_ranks
+    from nbdist.train.strategies.axes import Portion
 
 
-class Divided(InPieces):
+class Divided(InPieces, Part):
     """A model of which this rank has its pieces of parameters.
 
     Args:
@@ -51,14 +34,10 @@ class Divided(InPieces):
     """
 
     def __init__(self, whole: nn.Module, portion: Portion) -> None:
-        super().__init__()
-        self.whole, self.portion = whole, portion
+        super().__init__(portion)
+        self.whole = whole
         self._own: dict[str, nn.Parameter] = {}
         """Name -> this rank's piece; the same memory as that of the model's parameter."""
-        self.source: list[tuple[str, Tensor]] = []
-        """Where the user gave a module: all its parameters, to be taken from rank 0."""
-        self.again: Callable[[], Any] = lambda: self
-        """Cuts the same model anew, for the group that there is then."""
 
     def named_parameters(
         self,
@@ -82,6 +61,15 @@ class Divided(InPieces):
         piece = pieces_of(self)[name]
         places = zip(*piece, strict=True)
         self._own[name].copy_(whole[tuple(slice(at, at + num) for at, num in places)])
+
+    def take_from_first(self) -> bool:
+        """Have the weights of rank 0, where the user gave a module; whether that is so."""
+        for name, whole in self.source:
+            take_from_first(whole)
+            self.take(name, whole)
+        for buffer in self.buffers() if self.source else ():
+            take_from_first(buffer)
+        return bool(self.source)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of each parameter as a whole, one after the other.

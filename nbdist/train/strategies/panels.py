@@ -17,7 +17,6 @@ from nbdist.train.parting import Origin
 from nbdist.train.strategies.divided import (
     Bundle,
     Divided,
-    Portion,
     made_together,
     maker,
     put,
@@ -27,6 +26,7 @@ from nbdist.train.strategies.divided import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from nbdist.train.strategies.axes import Axes, Portion
     from nbdist.train.strategies.torch_tensor import Tensors
 
 Plan = dict[str, Any]
@@ -103,7 +103,8 @@ class Panels(Divided):
         dim = self.dims[name]
         mine = piece.movedim(dim, 0).contiguous()
         together = mine.new_empty(len(mine) * self.portion.num_ranks, *mine.shape[1:])
-        WORKS.follow(dist.all_gather_single(together, mine, async_op=True)).wait()
+        group = self.axes.of_parts
+        WORKS.follow(dist.all_gather_single(together, mine, group=group, async_op=True)).wait()
         return together.movedim(0, dim).contiguous()
 
 
@@ -113,6 +114,7 @@ def hold(
     is_given: bool,
     plan_of: Callable[[nn.Module, int], Plan],
     portion: Portion,
+    axes: Axes,
 ) -> Panels:
     """What this rank holds.
 
@@ -121,20 +123,24 @@ def hold(
         is_given: that is one which the user has made. It stays as it is.
         plan_of: from a model, and a number of ranks, to how it is cut.
         portion: which panels are this rank's.
+        axes: how the ranks share the model.
     """
     if portion.num_ranks == 1:
         return Panels(make(), portion, None, {})
+    from nbdist.train.strategies.torch_tensor import Tensors  # noqa: PLC0415 - it takes a second
+
     part = maker(make, is_given=is_given)
     model = part([])
     device, whole = next(model.parameters()).device, without_memory(model)
-    held = _cut(whole, device, plan_of(model, portion.num_ranks), portion, part)
+    tensors = Tensors(portion, device, axes)
+    held = _cut(whole, tensors, plan_of(model, portion.num_ranks), portion, part)
     held.source = [*model.named_parameters()] if is_given else []
     return held
 
 
 def _cut(
     whole: nn.Module,
-    device: torch.device,
+    tensors: Tensors,
     plan: Plan,
     portion: Portion,
     part: Callable[[Sequence[str]], nn.Module],
@@ -143,14 +149,11 @@ def _cut(
 
     Args:
         whole: the model without memory.
-        device: where its parameters are to be.
+        tensors: what cuts it.
         plan: how it is cut.
         portion: this rank's.
         part: the model, in which at least parameters of these names have their values.
     """
-    from nbdist.train.strategies.torch_tensor import Tensors  # noqa: PLC0415 - it takes a second
-
-    tensors = Tensors(portion, device)
     laid_out = tensors.cut(whole, plan)
     dims = {name: dim for name, dim in laid_out.items() if dim is not None}
     parameters = dict(whole.named_parameters())

@@ -28,6 +28,8 @@ class Passage:
         """The context in which the model computes."""
         self.key: tuple[int, ...] = ()
         """From which, with block and micro-batch, the random numbers of a forward pass follow."""
+        self.first = 0
+        """The number of the first micro-batch, of all that go through the model's twins."""
         self._forward: tuple[int, torch.device] | None = None
         """The micro-batch that goes forward now, and on which device."""
         self.slow_factor = 1.0
@@ -54,7 +56,7 @@ class Passage:
         """To a block, whose random numbers depend neither on the schedule nor on the cut."""
         if self._forward is not None:
             microbatch, device = self._forward
-            seed_all(seed_of(*self.key, block, microbatch), device)
+            seed_all(seed_of(*self.key, block, self.first + microbatch), device)
 
     @contextlib.contextmanager
     def computes(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:

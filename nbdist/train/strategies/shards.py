@@ -37,6 +37,7 @@ class Shards(Settling[Slices]):
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt begins: in the present group, with nothing left of the one before."""
         super().begin(rank, world_size, generation)
+        self.place = Place(*self._portion)  # pieces are shared, and samples too
         fsdp = self._held.fsdp
         if fsdp is not None and self.fits(rank, world_size):
             fsdp.bind()
@@ -86,3 +87,7 @@ class Shards(Settling[Slices]):
     def predict(self, inputs: Any) -> Any:
         """What the model returns."""
         return self._held(inputs)
+
+    def owned(self) -> list[object]:
+        """The model as torch has cut it."""
+        return [self._held.whole]

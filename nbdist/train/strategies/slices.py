@@ -17,7 +17,6 @@ from nbdist.train.strategies import building
 from nbdist.train.strategies.divided import (
     Bundle,
     Divided,
-    Portion,
     made_together,
     maker,
     put,
@@ -27,6 +26,7 @@ from nbdist.train.strategies.divided import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nbdist.train.strategies.axes import Portion
     from nbdist.train.strategies.torch_fsdp import Fsdp
 
 

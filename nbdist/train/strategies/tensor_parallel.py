@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nbdist.engine import runs
 from nbdist.train.checks import check_whole, shown
 from nbdist.train.randomness import seeded
-from nbdist.train.strategies.divided import Portion
+from nbdist.train.strategies.axes import Axes, Portion
 from nbdist.train.strategies.panels import Panels, Plan, hold
 from nbdist.train.strategies.unison import Unison
 
@@ -80,8 +79,12 @@ class TensorParallel:
             )
         return dict(own(num_ranks))
 
-    def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:  # noqa: ARG002 - as for all strategies
+    def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:
         """The panels of this rank."""
+        return self.hold_along(Axes(), terms, sample)
+
+    def hold_along(self, axes: Axes, terms: Terms, sample: Callable[[], Any]) -> nn.Module:  # noqa: ARG002 - as for all strategies
+        """The same where other ranks may have the same panels."""
 
         def make() -> nn.Module:
             with seeded(terms.seed, torch.device("cpu")):
@@ -89,21 +92,20 @@ class TensorParallel:
 
         is_given = isinstance(terms.model, nn.Module)
 
-        def cut() -> Panels:
-            has_group = dist.is_available() and dist.is_initialized()
-            own = Portion(dist.get_rank(), dist.get_world_size()) if has_group else Portion(0, 1)
+        def cut(_num_stages: int) -> Panels:
+            own, plan_of = axes.present(), self.plan_of
             try:
-                panels = hold(make, is_given=is_given, plan_of=self.plan_of, portion=own)
+                panels = hold(make, is_given=is_given, plan_of=plan_of, portion=own, axes=axes)
             except ValueError:
-                present = runs.present()
-                if present is None or not present.is_replaying:
+                if not runs.is_replaying() or own.num_ranks == 1:
                     raise
                 # A newcomer of a world that cannot share the model: all its ranks say so together.
-                panels = hold(make, is_given=is_given, plan_of=self.plan_of, portion=Portion(0, 1))
-            panels.again = cut
+                alone = Portion(0, 1)
+                panels = hold(make, is_given=is_given, plan_of=plan_of, portion=alone, axes=axes)
+            panels.axes, panels.again = axes, cut
             return panels
 
-        return cut()
+        return cut(1)
 
     def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Unison:  # noqa: ARG002 - as for all strategies
         """The working half."""

@@ -40,7 +40,7 @@ from nbdist.engine.works import WORKS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from nbdist.train.strategies.divided import Portion
+    from nbdist.train.strategies.axes import Axes, Portion
 
 _numbers = itertools.count()
 
@@ -56,11 +56,14 @@ class Traffic:
 
 
 class Standing(dist.ProcessGroup):
-    """A group that stays while the default group changes: it hands on to the present one."""
+    """A group that stays while the default group changes: it hands on to the present one.
 
-    def __init__(self, portion: Portion, traffic: Traffic) -> None:
+    Or, where a model lies on some of the ranks, to the group of those within it.
+    """
+
+    def __init__(self, portion: Portion, traffic: Traffic, axes: Axes) -> None:
         super().__init__(*portion)  # type: ignore[arg-type, call-arg] # torch's stub lacks it
-        self._num_ranks, self._traffic = portion.num_ranks, traffic
+        self._num_ranks, self._traffic, self._axes = portion.num_ranks, traffic, axes
         self.own_name = GroupName(f"nbdist-tensor-{next(_numbers)}")
 
     def enter(self) -> None:
@@ -78,7 +81,7 @@ class Standing(dist.ProcessGroup):
         if is_mean:
             op = dist.ReduceOp.SUM
         self._traffic.summed_bytes += tensor.nbytes
-        self._wait(functools.partial(dist.all_reduce, tensor, op, async_op=True))
+        self._wait(functools.partial(dist.all_reduce, tensor, op))
         if is_mean:
             tensor /= self._num_ranks
         return _done(tensors)
@@ -90,7 +93,7 @@ class Standing(dist.ProcessGroup):
         del opts
         for output, tensor in zip(outputs, inputs, strict=True):
             self._traffic.gathered_bytes += (self._num_ranks - 1) * tensor.nbytes
-            self._wait(functools.partial(dist.all_gather_single, output, tensor, async_op=True))
+            self._wait(functools.partial(dist.all_gather_single, output, tensor))
         return _done(outputs)
 
     def reduce_scatter_single_coalesced(
@@ -107,17 +110,17 @@ class Standing(dist.ProcessGroup):
         """Gloo has none, so there ranks exchange pieces, and each sums its own."""
         scatter, exchange = dist.reduce_scatter_single, dist.all_to_all_single
         if not _is_gloo():
-            self._wait(functools.partial(scatter, output, tensor, op, async_op=True))
+            self._wait(functools.partial(scatter, output, tensor, op))
             return
         pieces = torch.empty_like(tensor)
-        self._wait(functools.partial(exchange, pieces, tensor, async_op=True))
+        self._wait(functools.partial(exchange, pieces, tensor))
         torch.sum(pieces.view(self._num_ranks, *output.shape), 0, out=output)
         if op == dist.ReduceOp.AVG:
             output /= self._num_ranks
 
-    def _wait(self, begin: Callable[[], Any]) -> None:
+    def _wait(self, begin: Callable[..., Any]) -> None:
         began_ns = perf_counter_ns()
-        work = begin()
+        work = begin(group=self._axes.of_parts, async_op=True)
         if _is_gloo():
             WORKS.follow(work).wait()
         else:
@@ -149,11 +152,12 @@ class Tensors:
     Args:
         portion: which rank, of how many.
         device: the module's.
+        axes: how all ranks share the model.
     """
 
-    def __init__(self, portion: Portion, device: torch.device) -> None:
+    def __init__(self, portion: Portion, device: torch.device, axes: Axes) -> None:
         self.traffic, self._portion = Traffic(), portion
-        self._group = Standing(portion, self.traffic)
+        self._group = Standing(portion, self.traffic, axes)
         name, num = self._group.own_name, portion.num_ranks
         self._mesh = _Mesh(
             device.type,

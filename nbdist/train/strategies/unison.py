@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from nbdist.train.strategies.base import Place, Summed
+from nbdist.train.strategies.base import Summed
 from nbdist.train.strategies.panels import Panels
 from nbdist.train.strategies.settling import Settling
-from nbdist.train.vote import COUNT, FIRST_BUFFER, LOSS
+from nbdist.train.vote import COUNT, LOSS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,6 @@ class Unison(Settling[Panels]):
 
     def _take(self, held: Panels) -> None:
         super()._take(held)
-        self.place = Place(0, 1)
         self._is_checked = False
         """Gradients of what every rank has whole were seen to be the same on all of the group."""
 
@@ -48,16 +47,12 @@ class Unison(Settling[Panels]):
         if self.fits(rank, world_size):
             self._held.bind()
 
-    def sum_places_(self, tensor: Tensor) -> None:
-        """Every rank has seen all samples: its buffers are right as they are."""
-
     def sum_vote(self, vote: list[float]) -> list[float]:
-        """Sum a vote; all ranks have the same loss, which counts once, and buffers of their own."""
-        tensor = torch.tensor(vote[:FIRST_BUFFER], dtype=torch.float64)
+        """Sum a vote; those that hold one model have the same loss, which counts once."""
         if self._portion.rank:
-            tensor[[LOSS, COUNT]] *= 0.0  # what is not finite stays so
-        self.sum_(tensor)
-        return [*tensor.tolist(), *vote[FIRST_BUFFER:]]
+            vote[LOSS] *= 0.0  # what is not finite stays so
+            vote[COUNT] *= 0.0
+        return super().sum_vote(vote)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Of the whole model: panels of all ranks together; what each has whole counts once."""
@@ -69,7 +64,7 @@ class Unison(Settling[Panels]):
         ]
         norms = torch.stack([gradient.norm() for gradient in gradients]).cpu().double()
         squares = norms**2 * torch.tensor(counted, dtype=torch.float64)
-        self.sum_(squares)
+        self._axes.sum_parts_(squares)
         return squares.sum().sqrt().to(gradients[0])
 
     def _check(self) -> None:
@@ -89,7 +84,7 @@ class Unison(Settling[Panels]):
         if own:
             table = torch.zeros(num_ranks, len(own), dtype=torch.float64)
             table[rank] = torch.stack(list(own.values())).cpu().double()
-            self.sum_(table)
+            self._axes.sum_parts_(table)
             least, most = table.amin(0), table.amax(0)
             differing = (most - least > _TOLERANCE * most).tolist()
             if names := [n for n, is_apart in zip(own, differing, strict=True) if is_apart]:
@@ -131,3 +126,7 @@ class Unison(Settling[Panels]):
         """What the model returns, on the first rank; on the others it would count again."""
         output = self._held(inputs)
         return None if self._portion.rank else output
+
+    def owned(self) -> list[object]:
+        """The model as torch has cut it."""
+        return [self._held.whole]
