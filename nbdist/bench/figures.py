@@ -221,16 +221,24 @@ def _pipelines() -> tuple[Figure, ...]:
         )
         for ranks, num in PIPELINES
     )
+    steps = _steps(
+        "pipelines",
+        ("step of 1F1B", "1f1b step"),
+        ("step of interleaved 1F1B, 2 stages a rank / of 1F1B", "interleaved step"),
+        bound=1 / 1.10,
+    )
+    return (*idle, *steps)
+
+
+def _steps(
+    benchmark: str, usual: tuple[str, str], other: tuple[str, str], *, bound: float
+) -> tuple[Figure, Figure]:
+    """A step's time, and another step's beside it; each a label and the name of its values."""
+    (label, reference), (compared, value) = usual, other
     return (
-        *idle,
-        Figure(benchmark="pipelines", label="step of 1F1B", value="1f1b step A", unit="ms"),
+        Figure(benchmark=benchmark, label=label, value=f"{reference} A", unit="ms"),
         Figure(
-            benchmark="pipelines",
-            label="step of interleaved 1F1B, 2 stages a rank / of 1F1B",
-            value="interleaved step",
-            per="1f1b step",
-            unit="×",
-            bound=1 / 1.10,
+            benchmark=benchmark, label=compared, value=value, per=reference, unit="×", bound=bound
         ),
     )
 
@@ -285,22 +293,16 @@ FIGURES = (
         benchmark="shutdown", label="shutdown, 4 engines", value="shutdown", unit="s", bound=10.0
     ),
     *_recoveries(),
-    Figure(benchmark="steps", label="step of plain DDP, 2 ranks", value="plain step A", unit="ms"),
-    Figure(
-        benchmark="steps",
-        label="step of a run / step of plain DDP",
-        value="run step",
-        per="plain step",
-        unit="×",
+    *_steps(
+        "steps",
+        ("step of plain DDP, 2 ranks", "plain step"),
+        ("step of a run / step of plain DDP", "run step"),
         bound=1 / 0.95,
     ),
-    Figure(benchmark="views", label="step of a run, 4 ranks", value="unseen step A", unit="ms"),
-    Figure(
-        benchmark="views",
-        label="step with all views on / without",
-        value="seen step",
-        per="unseen step",
-        unit="×",
+    *_steps(
+        "views",
+        ("step of a run, 4 ranks", "unseen step"),
+        ("step with all views on / without", "seen step"),
         bound=1 / 0.98,
     ),
     *_pipelines(),

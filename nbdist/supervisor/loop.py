@@ -196,7 +196,7 @@ class Loop:
 
     def _run_says(self, event: rn.RunEvent, now: float) -> None:
         if isinstance(event, rn.StepsCommitted):
-            self._steps.append(event.run, self._machine.committed(event))
+            self._steps.append(event.run, self._machine.committed(event, now))
         else:
             self._machine.run_says(event, now)
 

@@ -67,6 +67,11 @@ class Progress:
         """Steps committed."""
         return self.first + self._size
 
+    @property
+    def generation(self) -> int:
+        """In which the newest step was committed; 0: none was."""
+        return int(self._rows["generation"][self._size - 1]) if self._size else 0
+
     def replaced_in(self, generation: int) -> range:
         """Steps that had been committed before, and that a generation began to train anew."""
         return self._replaced.get(generation, range(0))

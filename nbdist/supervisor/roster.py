@@ -76,23 +76,24 @@ class Roster:
                 self._start(seat, now)
             elif seat.state is SeatState.LEAVING and not seat.is_told_to_end:
                 seat.state = SeatState.MEMBER
-        for slot in [slot for slot in self.seats if slot >= size]:
-            self._give_back(self.seats[slot])
+        for seat in [seat for slot, seat in self.seats.items() if slot >= size]:
+            if seat.state not in (SeatState.MEMBER, SeatState.LEAVING):
+                self._give_back(seat)
+
+    @property
+    def surplus(self) -> list[Seat]:
+        """Members beyond the size that nobody has asked to leave yet."""
+        return [seat for seat in self.in_state(SeatState.MEMBER) if seat.slot >= self.size]
 
     def drop_leavers(self) -> None:
         """End engines that leave before there was a group that could let them go."""
-        for seat in self.in_state(SeatState.LEAVING):
-            if seat.pid is not None:
-                self._out.append(do.KillEngine(seat.slot, seat.pid, "scaled down"))
-            del self.seats[seat.slot]
+        for seat in [*self.in_state(SeatState.LEAVING), *self.surplus]:
+            self._give_back(seat)
 
     def _give_back(self, seat: Seat) -> None:
-        if seat.state is SeatState.MEMBER:
-            seat.state = SeatState.LEAVING
-        elif seat.state is not SeatState.LEAVING:
-            if seat.pid is not None:
-                self._out.append(do.KillEngine(seat.slot, seat.pid, "scaled down"))
-            del self.seats[seat.slot]
+        if seat.pid is not None:
+            self._out.append(do.KillEngine(seat.slot, seat.pid, "scaled down"))
+        del self.seats[seat.slot]
 
     def _start(self, seat: Seat, now: float) -> None:
         seat.state, seat.started_at = SeatState.STARTING, now
@@ -129,7 +130,8 @@ class Roster:
         seat.state, seat.started_at = SeatState.REPLAYING, now
         # The rank that it has once every seat that is being filled is filled: its old one.
         empty = (SeatState.EMPTY, SeatState.GIVEN_UP, SeatState.LEAVING)
-        seated = sorted(slot for slot, s in self.seats.items() if s.state not in empty)
+        seats = [s for s in self.seats.values() if s.state not in empty and s.slot < self.size]
+        seated = sorted(s.slot for s in seats)
         since, until = seat.replayed, self.journal_length
         rank = seated.index(seat.slot)
         self._out.append(do.Replay(seat.slot, since, until, rank, len(seated)))

@@ -34,7 +34,7 @@ class Save(threading.Thread):
 
     Args:
         order: which.
-        is_alive: whether a process is there.
+        is_there: whether a process is.
     """
 
     def __init__(self, order: sv.CommitSave, is_there: Callable[[int], bool]) -> None:

@@ -230,7 +230,7 @@ class Machine(Deadlines):
         """A member reports of a run."""
         match event:
             case rn.StepsCommitted():
-                self.committed(event)
+                self.committed(event, now)
                 return
             case rn.RunEvaluated():
                 self.runs.evaluated(event)
@@ -253,12 +253,14 @@ class Machine(Deadlines):
                 return
         self._go_on(now)
 
-    def committed(self, event: rn.StepsCommitted) -> bytes:
+    def committed(self, event: rn.StepsCommitted, now: float) -> bytes:
         """A member has applied steps; the rows that nobody had reported before."""
         found = self.runs.committed(event)
         if found is None:
             return b""
         self.story.resumed(*found)
+        if self.roster.surplus:
+            self._go_on(now)
         return found[1].tobytes()
 
     def _is_of_now(self, generation: Generation) -> bool:

@@ -92,7 +92,8 @@ class World:
     def is_healthy(self) -> bool:
         """All wanted seats are members of a formed group."""
         members = self.roster.in_state(SeatState.MEMBER)
-        return self.phase is Phase.RUNNING and len(members) == len(self.seats)
+        is_full = len(members) == len(self.seats) and not self.roster.surplus
+        return self.phase is Phase.RUNNING and is_full
 
     @property
     def why_failed(self) -> str:
@@ -171,6 +172,7 @@ class World:
         self._start_if_ready(now)
 
     def _form(self, now: float) -> None:
+        self._dismiss()
         ready = self._ready_and_complete(now)
         stay = self.roster.in_state(SeatState.MEMBER)
         holders = [s for s in stay if s.is_holder] if self.was_running else ready + stay
@@ -254,6 +256,7 @@ class World:
         cells: those that were admitted before it began wait behind it on the engines, and the world
         they were admitted for is not changed meanwhile.
         """
+        self._dismiss()
         runs, others = self.runs, self.gate.open - {self.runs.cell}
         is_due = bool(self._ready_and_complete(now) or self._leavers()) and not others
         is_due = is_due and not self.roster.is_catching_up
@@ -311,6 +314,19 @@ class World:
             cell, engine_id, pid = run.spec.cell, seat.engine_id, seat.pid
             notice = SendCellTo(cell=cell, slot=seat.slot, engine_id=engine_id, pid=pid)
             self._out.append(do.Notify(notice))
+
+    def _dismiss(self) -> None:
+        """Have members beyond the size leave: one after the other while a run trains.
+
+        Where a model is divided, only a neighbour has a copy of what an engine holds, and the next
+        group makes new ones with its first step.
+        """
+        surplus, run = self.roster.surplus, self.runs.present
+        if run is not None and run.will_go:
+            is_whole = self.phase is Phase.RUNNING and run.progress.generation == self.generation
+            surplus = surplus[-1:] if is_whole and not self._leavers() else []
+        for seat in surplus:
+            seat.state = SeatState.LEAVING
 
     def _leavers(self) -> list[Seat]:
         """Members that are to be given back."""

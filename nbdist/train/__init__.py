@@ -7,6 +7,8 @@ from nbdist.train.estimates import Estimate, estimate
 from nbdist.train.evaluate import Evaluate
 from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
 from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.diloco import DiLoCo
+from nbdist.train.strategies.local_sgd import LocalSGD
 from nbdist.train.strategies.mesh import Mesh
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
@@ -16,9 +18,11 @@ from nbdist.train.trainer import Trainer
 __all__ = [
     "GPT",
     "DataParallel",
+    "DiLoCo",
     "Estimate",
     "Evaluate",
     "GPTConfig",
+    "LocalSGD",
     "Mesh",
     "Pipeline",
     "Sharded",

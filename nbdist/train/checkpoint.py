@@ -17,6 +17,7 @@ from nbdist import checkpoints
 from nbdist.errors import WrongState
 from nbdist.train import snapshot, tensors
 from nbdist.train.parting import NAMING, Origin, names_by_group, origins_of
+from nbdist.train.strategies.apart import Apart
 from nbdist.train.strategies.axes import place_of_rank
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ class Part:
             "groups": _groups(module, optimizer),
             "states": states,
         }
+        if isinstance(state.exchange, Apart):
+            rest["apart"] = state.exchange.own_state()
+            shared = _share(state.exchange.shared_tensors(), rank, num_ranks)
+            found |= {f"outer/{key}": tensor for key, tensor in shared.items()}
         if rank == 0 or not is_replicated:
             rest["scheduler"] = state.scheduler.state_dict() if state.scheduler else None
             rest["registered"] = {n: obj.state_dict() for n, obj in state.registered.items()}

@@ -17,7 +17,9 @@ from nbdist.train.strategies import actions, schedules, splitting
 from nbdist.train.strategies.axes import Axes, Portion
 from nbdist.train.strategies.copies import NUM_KEPT
 from nbdist.train.strategies.data_parallel import DataParallel
+from nbdist.train.strategies.diloco import DiLoCo
 from nbdist.train.strategies.divided import without_memory
+from nbdist.train.strategies.local_sgd import LocalSGD
 from nbdist.train.strategies.mesh import Mesh
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
@@ -50,9 +52,11 @@ class Need(NamedTuple):
     """Parameters and gradients that are there as a whole for a time, at most; not the buffers in
     which they travel."""
     copies: int = 0
-    """Its own state and the neighbour's, kept for a loss (`copy_every`), at most."""
+    """Its own state and the neighbour's, kept for a loss (`copy_every`), at most; of ranks that
+    train apart, the parameters of the last outer step and the outer momentum."""
     sent: int | None = None
-    """Payload that it hands to collectives and sends in a step; None: not known."""
+    """Payload that it hands to collectives and sends in a step, on the average where it does not
+    in each; None: not known."""
 
     @property
     def together(self) -> int:
@@ -109,8 +113,8 @@ def estimate(
     and 8 bytes for each number), exactly; `DataParallel` has all of it on each rank, `Sharded` one
     part in n, `Pipeline` that of its stages, `TensorParallel` one part in n of what is cut. What is
     sent is in `strategy.describe()`: 2(n-1)/n times the gradients' bytes, 3(n-1)/n times the
-    parameters' bytes for each batch, what passes between stages, or 2(n-1)/n times what passes
-    between layers that are cut.
+    parameters' bytes for each batch, what passes between stages, 2(n-1)/n times what passes between
+    layers that are cut, or 2(n-1)/n times the parameters' bytes every `period` steps.
 
     Args:
         model: a Module, or a function that returns one, which is called without memory.
@@ -267,6 +271,20 @@ def _with_copies(needs: list[Need], copy_every: int) -> tuple[Need, ...]:
     )
 
 
+def _of_apart(strategy: LocalSGD | DiLoCo, asked: _Asked) -> Estimate:
+    """Everything everywhere, and what is shared; parameters are summed once in a period."""
+    trained = [p for p in asked.model.parameters() if p.requires_grad]
+    is_halved = isinstance(strategy, DiLoCo) and strategy.compress is not None
+    num_bytes = sum(p.numel() * (2 if is_halved else p.itemsize) for p in trained)
+    kept = 2 if isinstance(strategy, DiLoCo) and strategy.momentum else 1
+    need = asked.need(
+        {name: (p, tuple(p.shape)) for name, p in asked.model.named_parameters()},
+        copies=kept * _num_bytes(trained),
+        sent=round(2 * _in_ring(asked.num_ranks) * num_bytes / strategy.period),
+    )
+    return Estimate(strategy, (need,) * asked.num_ranks)
+
+
 def _of_stages(strategy: Pipeline, asked: _Asked) -> Estimate:
     """Each rank its stages; between two ranks each micro-batch once forward, a gradient back."""
     n, num_stages = asked.num_ranks, strategy.stages
@@ -379,6 +397,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 _COUNTED: dict[type, Callable[[Any, _Asked], Estimate]] = {
     DataParallel: _of_replicas,
+    LocalSGD: _of_apart,
+    DiLoCo: _of_apart,
     Sharded: _of_shards,
     Pipeline: _of_stages,
     TensorParallel: _of_panels,

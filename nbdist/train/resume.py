@@ -21,10 +21,12 @@ from nbdist.train.checkpoint import (
     unpack,
 )
 from nbdist.train.parting import InPieces, Origin, names_by_group, origins_of
+from nbdist.train.strategies.apart import Apart
 from nbdist.train.strategies.axes import place_of_rank
+from nbdist.train.strategies.outer import Kept
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
 MAX_NAMED = 8
 """Names in a message."""
+_APART = (
+    "the ranks had trained apart; this goes on with the mean of their parameters, and with what "
+    "the optimizer of the first had kept"
+)
 
 
 class Loaded(NamedTuple):
@@ -42,6 +48,8 @@ class Loaded(NamedTuple):
     """As `snapshot.whole` gives them."""
     notes: list[str]
     """What does not go on as it was."""
+    kept: Kept | None = None
+    """Where ranks had trained apart: what belongs to their outer steps."""
 
     @property
     def step(self) -> int:
@@ -73,15 +81,21 @@ def read(state: State, folder: Path) -> Loaded:
     named = dict(state.module.named_parameters())
     buffers = dict(state.module.named_buffers())
     _check_names(state, folder, index, rests)
+    is_own = _is_own(state, rests, num_ranks)
+    source, states = index, _states(rests)
     own, origins = _own_part(rests, state), origins_of(state.module)
+    if is_own:
+        own, states = rests[rank], _states([rests[rank]])
+        source = tensors.Index(folder, [manifest.parts[rank]])
     wanted: dict[str, tuple[Tensor, Origin]] = {}
     wanted |= {f"parameters/{name}": (t, origins[name]) for name, t in named.items()}
     wanted |= {f"buffers/{name}": (t, Origin.whole(t)) for name, t in buffers.items()}
-    states = _states(rests)
     for name, parameter in named.items():
         for key in states[name]["tensors"]:
             wanted[f"optimizer/{name}/{key}"] = parameter, origins[name]
-    targets = index.read(wanted)
+    targets = source.read(wanted)
+    if "apart" in own and not is_own:
+        targets |= _means(folder, manifest.parts, rests, wanted)
     for name, found in states.items():
         found["all"] = dict(found["others"])
         if name in named:
@@ -94,14 +108,66 @@ def read(state: State, folder: Path) -> Loaded:
         "scheduler": own["scheduler"],
         "registered": own["registered"],
     }
-    return Loaded(parts, _notes(state, rests[0]["sampling"]))
+    notes = _notes(state, rests[0]["sampling"])
+    if "apart" in own and not is_own and len(rests) > 1:
+        notes.append(_APART)
+    return Loaded(parts, notes, _kept(state, index, own, is_own=is_own))
 
 
 def take(state: State, loaded: Loaded) -> None:
     """Have a state that was read. Every rank does it, or none."""
     snapshot.load(state, loaded.parts, is_other=True)
+    if isinstance(state.exchange, Apart):
+        state.exchange.resume(loaded.step, loaded.kept)
     state.loader.forget()
     state.settled_in = None
+
+
+def _is_own(state: State, rests: list[dict[str, Any]], num_ranks: int) -> bool:
+    """Whether ranks had trained apart as they do here, so that each goes on from its own."""
+    exchange, saved = state.exchange, rests[0].get("apart")
+    if saved is None or not isinstance(exchange, Apart):
+        return False
+    return saved["kind"] == exchange.kind and len(rests) == num_ranks
+
+
+def _means(
+    folder: Path,
+    parts: Sequence[str],
+    rests: list[dict[str, Any]],
+    wanted: Mapping[str, tuple[Tensor, Origin]],
+) -> dict[str, Tensor]:
+    """Parameters of ranks that had trained apart: the mean, weighted by what each had trained on.
+
+    What all have alike is the mean bit by bit.
+    """
+    weights = [rest["apart"]["weights"] for rest in rests]
+    totals = {name: sum(its[name] for its in weights) for name in weights[0]}
+    keys = {f"parameters/{name}": name for name in totals if f"parameters/{name}" in wanted}
+    of_first: dict[str, Tensor] = {}
+    means: dict[str, Tensor] = {}
+    for part, its in zip(parts, weights, strict=True):
+        found = tensors.Index(folder, [part]).read({key: wanted[key] for key in keys})
+        if not of_first:
+            of_first, means = found, {key: tensor.clone() for key, tensor in found.items()}
+        for key, name in keys.items():
+            weight = its[name] / totals[name] if totals[name] else 1 / len(parts)
+            means[key] += (found[key] - of_first[key]) * weight
+    return means
+
+
+def _kept(state: State, index: tensors.Index, own: dict[str, Any], *, is_own: bool) -> Kept | None:
+    """What belongs to outer steps; where this rank is none of those that wrote, the momentum."""
+    if "apart" not in own or not isinstance(state.exchange, Apart):
+        return None
+    wanted: dict[str, tuple[Tensor, Origin]] = {}
+    for name, parameter in state.module.named_parameters():
+        for kind in ("anchors", "momenta") if is_own else ("momenta",):
+            if (key := f"outer/{kind}/{name}") in index:
+                wanted[key] = parameter, Origin.whole(parameter)
+    found = {key.removeprefix("outer/"): t for key, t in index.read(wanted).items()}
+    saved = own["apart"]
+    return Kept(found, saved["num_lost"], saved if is_own else None)
 
 
 def _unpacked(file: Path) -> dict[str, Any]:

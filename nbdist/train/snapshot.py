@@ -149,6 +149,14 @@ class Whole:
         """Load such a copy, which may have come over the group: nothing in it is run."""
         load(self._state, _read(data))
 
+    def follow(self, data: bytes) -> None:
+        """Have committed the steps that a copy's rank has; parameters and their moments stay."""
+        theirs, own = _read(data), whole(self._state)
+        groups = theirs["optimizer"]["param_groups"]  # a scheduler has set their rates
+        optimizer = {"state": own["optimizer"]["state"], "param_groups": groups}
+        taken = {name: theirs[name] for name in ("counters", "buffers", "scheduler")}
+        load(self._state, {**own, **taken, "optimizer": optimizer})
+
     def move(self, module: nn.Module, copies: Iterable[bytes]) -> None:
         """Hold another part of the model, whose state is in the copies of all ranks.
 

@@ -146,6 +146,16 @@ class Trainer:
         return self._state.num_skipped
 
     @property
+    def num_lost_steps(self) -> int:
+        """Steps of single ranks that all had committed, and that were lost with these ranks.
+
+        Only where ranks train apart (`LocalSGD`, `DiLoCo`) are there any: those since the last
+        outer step, of the whole model where it has fragments. And those of all ranks before an
+        outer step that was not finite.
+        """
+        return self._state.exchange.num_lost
+
+    @property
     def history(self) -> dict[str, NDArray[Any]]:
         """What `fit` has trained in this process: name -> values, one for each committed step."""
         return self._rows.columns()

@@ -31,6 +31,12 @@ class Page:
     def headers(self):
         return [unpack(b[0])[0] for message, b in list(self.sent) if message["type"] == "frame"]
 
+    def shows(self, run, holds):
+        """The newest frame's header, once it is about `run` and the condition holds (else None)."""
+        header = (self.headers or [None])[-1]
+        is_its = header is not None and header.run is not None and header.run.run == run.id
+        return header if is_its and holds(header) else None
+
     @property
     def pictures(self):
         return [m["picture"] for m, _ in list(self.sent) if m["type"] == "freeze"]
@@ -46,23 +52,24 @@ def test_a_kill_from_the_page_and_the_picture_at_the_end(cluster, until, monkeyp
     engines.run(training.CELL)
     run = engines.train("trainer", steps=100_000)
     page = Page(run.dashboard("overview", "loss", "ranks"), monkeypatch)
-    until(lambda: page.headers and page.headers[-1].run.step > 20, 20, "steps are seen")
-    seat = page.headers[-1].world.seats[1]
+    seen = until(lambda: page.shows(run, lambda h: h.run.step > 20), 60, "steps are seen")
+    seat = seen.world.seats[1]
     order = {"type": "order", "action": "kill", "slot": seat.slot, "pid": seat.pid, "factor": 5}
     page.say(id=1, **order)
-    until(lambda: page.answers(1)[-1] == "done", 20, "the kill is done")
-    until(lambda: page.headers[-1].world.healthy and page.headers[-1].world.generation > 1, 20, "")
+    until(lambda: "done" in page.answers(1), 60, "the kill is done")
+    healed = lambda h: h.world.healthy and h.world.generation > 1  # noqa: E731
+    until(lambda: page.shows(run, healed), 60, "a new engine has its place")
     page.say(id=2, **order)
-    until(lambda: page.answers(2)[-1] == "failed", 20, "nobody else is killed")
+    until(lambda: "failed" in page.answers(2), 60, "nobody else is killed")
     page.say(type="order", id=3, action="pause")
-    until(lambda: page.answers(3)[-1] == "done", 20, "the run stands")
+    until(lambda: "done" in page.answers(3), 60, "the run stands")
     assert run.state == "paused"
     page.say(type="order", id=4, action="resume")
     page.say(type="order", id=5, action="stop_run")
     run.wait(60)
     last = run.num_committed
-    until(lambda: page.headers[-1].run.step == last, 20, "the last step is seen")
-    until(lambda: page.pictures, 20, "a picture comes")
+    until(lambda: page.shows(run, lambda h: h.run.step == last), 60, "the last step is seen")
+    until(lambda: page.pictures, 60, "a picture comes")
     assert len(page.pictures) == 1
     assert base64.b64decode(page.pictures[0]).startswith(b"\x89PNG")
     incidents = {n.number: n.incident.kind for h in page.headers for n in h.incidents}
@@ -78,19 +85,19 @@ def test_who_follows_the_newest_run_thaws_with_it_and_is_told_who_is_silent(
     engines.run(training.CELL)
     page = Page(engines.dashboards.open("overview", "loss"), monkeypatch)
     engines.train("trainer", steps=30).wait(60)
-    until(lambda: page.pictures, 20, "a picture comes")
+    until(lambda: page.pictures, 60, "a picture comes")
     run = engines.train("trainer", steps=100_000)
-    until(lambda: any(m["type"] == "thaw" for m, _ in list(page.sent)), 20, "it is live again")
+    until(lambda: any(m["type"] == "thaw" for m, _ in list(page.sent)), 60, "it is live again")
     page.say(type="hello", has_code=True)
-    until(lambda: page.headers[-1].run.run == run.id, 20, "frames of the second run")
-    until(lambda: page.headers[-1].run.step > 40, 20, "steps are seen")
-    assert page.headers[-1].run.first == 30
-    pid = page.headers[-1].world.seats[1].pid
+    seen = until(lambda: page.shows(run, lambda h: h.run.step > 40), 60, "steps are seen")
+    assert seen.run.first == 30
+    pid = seen.world.seats[1].pid
     engines.kill(1, signal="STOP")
     try:
-        until(lambda: page.headers[-1].world.seats[1].silent_s, 20, "it is silent")
+        until(lambda: page.shows(run, lambda h: h.world.seats[1].silent_s), 60, "it is silent")
     finally:
         with contextlib.suppress(ProcessLookupError):  # found hung, where all takes very long
             os.kill(pid, signal.SIGCONT)
-    until(lambda: not page.headers[-1].world.seats[1].silent_s, 20, "it is heard again")
+    heard = lambda h: not h.world.seats[1].silent_s  # noqa: E731
+    until(lambda: page.shows(run, heard), 60, "it is heard again")
     run.stop()

@@ -94,13 +94,19 @@ def check(engines, run, lost):
         assert incident.stall_s <= 4 * STALL_S, (what, incident)
 
 
+def begin(engines, until):
+    """An endless run that has begun."""
+    engines.run(CELL)
+    run = engines.train("trainer", steps=1_000_000)
+    until(lambda: len(run.history["step"]) > 5, 60, lambda: str(run))
+    return run
+
+
 @pytest.mark.timeout(180)
 def test_stages_that_are_lost_in_mid_step_leave_no_trace(cluster, until):
     """One in its backward passes, one before the optimizer's step, which others may have taken."""
     engines = cluster(4)
-    engines.run(CELL)
-    run = engines.train("trainer", steps=1_000_000)
-    until(lambda: len(run.history["step"]) > 5, 30, lambda: str(run))
+    run = begin(engines, until)
     check(engines, run, [lose(engines, run, until, seed) for seed in (1, 7)])
 
 
@@ -109,9 +115,7 @@ def test_stages_that_are_lost_in_mid_step_leave_no_trace(cluster, until):
 def test_any_stage_may_be_lost_at_any_moment(cluster, until):
     """Twelve losses: each moment on three stages, at micro-batches and steps drawn at random."""
     engines = cluster(4)
-    engines.run(CELL)
-    run = engines.train("trainer", steps=1_000_000)
-    until(lambda: len(run.history["step"]) > 5, 30, lambda: str(run))
+    run = begin(engines, until)
     lost = [lose(engines, run, until, seed) for seed in range(12)]
     assert len(set(lost)) == 12
     check(engines, run, lost)

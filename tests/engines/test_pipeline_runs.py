@@ -129,3 +129,21 @@ def test_a_seat_that_stays_empty_has_the_model_cut_anew(cluster, until):
     np.testing.assert_array_equal(run.history["loss"], losses)
     (lost,) = [i for i in run.incidents if i.kind == "lost"]
     assert lost.steps_repeated <= 6, lost
+
+
+@pytest.mark.timeout(180)
+def test_stages_are_given_back_one_after_the_other(cluster, until):
+    """Four engines become two in mid-run, of which each leaves its stages to others: the curve is
+    that of a run of one size, bit for bit."""
+    engines = cluster(4)
+    mine = "make(strategy=Pipeline(world_size, '1f1b', 4, copy_every=5))"
+    engines.run(CELL.replace("trainer = make()", f"trainer = {mine}"))
+    run = engines.train("trainer", steps=1_000_000)
+    until(lambda: passed(run, 8), 60, "the run goes on")
+    engines.scale(2)
+    until(lambda: set(run.history["world_size"][-3:]) == {2}, 60, "two ranks train on")
+    run.stop()
+    training.check_steps(run)
+    losses = training.undisturbed(engines, len(run.history["step"]), mine)
+    np.testing.assert_array_equal(run.history["loss"], losses)
+    assert [i.slots for i in run.incidents] == [(3,), (2,)]

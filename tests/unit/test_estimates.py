@@ -10,7 +10,9 @@ import nbdist
 from nbdist.train import (
     GPT,
     DataParallel,
+    DiLoCo,
     GPTConfig,
+    LocalSGD,
     Pipeline,
     Sharded,
     TensorParallel,
@@ -58,6 +60,25 @@ def test_thin_products_are_counted_by_matrices():
         lambda: nn.Linear(30, 20), DataParallel(compress="powersgd", powersgd_rank=2), 2
     )
     assert made.ranks[0].sent == 4 * (2 * 50 + 20)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "share", "num_kept"),
+    [
+        (LocalSGD(8), 1 / 8, 1),
+        (DiLoCo(8), 1 / 8, 2),
+        (DiLoCo(8, momentum=0, fragments=2, delay=1), 1 / 8, 1),
+        (DiLoCo(8, compress="fp16"), 1 / 16, 2),
+    ],
+)
+def test_ranks_that_train_apart_send_once_in_a_period(strategy, share, num_kept):
+    """The parameters' bytes, in a ring; what is shared is kept beside the model."""
+    whole = num_bytes(gpt())
+    for num_ranks in (1, 2, 4):
+        for need in estimate(gpt, strategy, num_ranks).ranks:
+            assert need.parameters == need.gradients == whole
+            assert need.copies == num_kept * whole
+            assert need.sent == round(2 * (num_ranks - 1) / num_ranks * whole * share)
 
 
 def test_shards_are_all_of_it_together():
@@ -123,7 +144,7 @@ def test_what_is_asked_for_cannot_be_counted():
     """The message says what is missing."""
     with pytest.raises(ValueError, match="give sample="):
         estimate(gpt, Pipeline(2, "1f1b", 4), 2)
-    with pytest.raises(TypeError, match="known of DataParallel, Sharded, Pipeline"):
+    with pytest.raises(TypeError, match="known of DataParallel, LocalSGD, DiLoCo"):
         estimate(gpt, "fsdp", 2)
     with pytest.raises(ValueError, match="devices is 0"):
         estimate(gpt, devices=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -12,6 +13,7 @@ from nbdist.errors import named_error
 from nbdist.protocol import events as ev
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
+from nbdist.protocol.story import ROWS
 from nbdist.supervisor import instructions as do
 from nbdist.supervisor.deadlines import (
     FORM_LIMIT_S,
@@ -137,10 +139,10 @@ class World:
         self.machine.broken(event, self.now)
         return self._heard()
 
-    def formed(self, slot, generation=None, *, cuttable=True):
+    def formed(self, slot, generation=None, *, cuttable=True, step=None):
         generation = self.generation if generation is None else generation
         event = ev.GroupFormed(
-            slot=slot, pid=self.pid(slot), generation=generation, cuttable=cuttable
+            slot=slot, pid=self.pid(slot), generation=generation, cuttable=cuttable, step=step
         )
         self.machine.formed(event, self.now)
         return self._heard()
@@ -225,6 +227,16 @@ class World:
         number = self.machine.runs.present.number
         return self.say(rn.RunHeld, slot, generation=self.generation, step=step, number=number)
 
+    def stand(self, step):
+        for slot in self.slots:
+            self.held(slot, step)
+
+    def commit(self, *steps):
+        data = [(s, 0.5, 60, 0.1, self.generation, 2, 0.1, self.now) for s in steps]
+        event = rn.StepsCommitted(slot=0, run="r", rows=np.array(data, ROWS).tobytes())
+        self.machine.committed(event, self.now)
+        return self._heard()
+
     def steer(self, action, steps=0):
         order = rn.SteerRun(run="r", action=action, steps=steps)
         assert self.machine.steer_run(order, self.now) == ""
@@ -274,14 +286,14 @@ class World:
         self.up(slot)
         return self.replayed(slot)
 
-    def settle(self):
+    def settle(self, step=None):
         """Every member does what it is asked to, until there is nothing more to answer."""
         begin = len(self.said)
         for _ in range(30):
             if self.phase == "breaking" and self.machine.awaited:
                 self.broken(min(self.machine.awaited))
             elif self.phase == "forming":
-                self.formed(min(self.machine.awaited))
+                self.formed(min(self.machine.awaited), step=step)
             elif self.phase == "restoring":
                 for slot in self.slots:
                     self.fingerprint(slot, self.names.get(slot))
@@ -2481,6 +2493,27 @@ def test_what_all_holders_took_with_them_is_no_longer_committed():
     event = ev.GroupFormed(slot=1, pid=world.pid(1), generation=3, cuttable=True, step=4)
     world.machine.formed(event, world.now)
     assert world.machine.runs.present.step == 4
+
+
+def test_while_a_run_trains_engines_are_given_back_one_after_the_other():
+    """The next one once a step was trained without the last: only then has a neighbour its copy."""
+    world = World.running(4)
+    world.train(steps=50)
+    world.commit(0, 1)
+    assert set(orders(world.scale(2), rn.HoldRun)) == {0, 1, 2, 3}
+    world.stand(2)
+    world.settle(step=2)
+    assert world.slots == (0, 1, 2)
+    assert not world.machine.is_healthy
+    assert not world.machine.runs.present.is_hold_ordered
+    assert set(orders(world.commit(2), rn.HoldRun)) == {0, 1, 2}
+    world.stand(3)
+    world.settle(step=3)
+    assert world.slots == (0, 1)
+    for slot in (3, 2):
+        world.die(slot, signal=None, code=0)
+    assert world.machine.is_healthy
+    assert world.machine.runs.is_going
 
 
 def test_a_supervisor_that_takes_over_knows_for_which_cells_a_run_stands():

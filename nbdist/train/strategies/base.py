@@ -37,8 +37,8 @@ class Summed(NamedTuple):
     vote: list[float] | None
     """The vote that went along, summed over all ranks; None where none did."""
     is_finite: bool = True
-    """False: the gradient is not, on any rank, and is not to be applied. True also where the
-    exchange does not look."""
+    """False: the gradient is not, on any rank (where ranks train apart: on this one), and is not to
+    be applied. True also where the exchange does not look."""
 
 
 class Terms(Protocol):
@@ -88,6 +88,9 @@ class Keeper(Protocol):
     def take_back(self, data: bytes) -> None:
         """Have the state that a copy was made of."""
 
+    def follow(self, data: bytes) -> None:
+        """Have committed what a copy's rank has; parameters stay, and what is kept of each."""
+
     def move(self, module: nn.Module, copies: Iterable[bytes]) -> None:
         """Hold another part of the model, whose state is in the copies of all ranks."""
 
@@ -132,6 +135,8 @@ class Exchange(Protocol):
     """In the present group."""
     is_lockstep: bool
     """A pass through the model needs all ranks: each makes as many as the others."""
+    num_lost: int
+    """Steps of single ranks that were committed, and lost with these ranks."""
 
     def fits(self, rank: int, world_size: int) -> bool:
         """Whether what this rank holds is what it should hold in a group of this size.

@@ -172,7 +172,7 @@ class Copies:
             if is_asked and rank not in lacking:
                 data = self._of(spread, number) or keeper.copy()
             if receivers:
-                data = _pass_on(data, giver, receivers, rank)
+                data = pass_on(data, giver, receivers, rank)
             if rank in needing:
                 yield data
 
@@ -212,7 +212,7 @@ def _read(row: Sequence[int]) -> Stand:
     return Stand(Spread(*row[:3]), row[3], tuple(kept))
 
 
-def _pass_on(data: bytes, giver: int, receivers: Sequence[int], rank: int) -> bytes:
+def pass_on(data: bytes, giver: int, receivers: Sequence[int], rank: int) -> bytes:
     """One rank's bytes, on those that are to have them too."""
     size = torch.tensor([len(data) if rank == giver else 0])
     sum_on_backend(size)

@@ -126,6 +126,7 @@ class Replicas:
     """Sums gradients over the ranks, each of which holds a replica."""
 
     is_lockstep = False
+    num_lost = 0
 
     def __init__(self, settings: DataParallel, module: nn.Module, num_votes: int) -> None:
         self.place = Place(0, 1)

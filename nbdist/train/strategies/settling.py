@@ -42,6 +42,7 @@ class Settling(Generic[P]):
 
     is_lockstep = True
     """Others have a part in each pass."""
+    num_lost = 0
     pieces: ClassVar[str]
     """What a rank's are called."""
 
