@@ -2,10 +2,9 @@
 
 Gradients are summed by torch's DistributedDataParallel, bucket by bucket while the backward pass
 goes on: as they are, or by a codec that makes them smaller on their way. The module itself is
-called and not the wrapper: its reducer is told of a backward pass when it begins, not of a forward
-pass, so a model may be called in any way and as often as the user likes, and which pass exchanges
-gradients is decided where it cannot be missed. Runs in the engine's main thread; a sum's end is
-stamped in whichever of torch's threads it comes.
+called and not the wrapper: its reducer is told of a backward pass when it begins, so a model may be
+called in any way and as often as the user likes, and which pass exchanges gradients is decided
+where it cannot be missed. Runs in the engine's main thread; a sum's end is stamped in any thread.
 """
 
 # No `from __future__ import annotations`: DistributedDataParallel reads the hook's annotations.

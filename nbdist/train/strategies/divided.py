@@ -17,7 +17,7 @@ from nbdist.errors import WrongState
 from nbdist.train.parting import InPieces, pieces_of
 from nbdist.train.strategies import building
 from nbdist.train.strategies.data_parallel import take_from_first
-from nbdist.train.strategies.part import Part
+from nbdist.train.strategies.holding import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nbdist.train.strategies.axes import Portion
 
 
-class Divided(InPieces, Part):
+class Divided(InPieces, Holding):
     """A model of which this rank has its pieces of parameters.
 
     Args:

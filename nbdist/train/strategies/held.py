@@ -13,7 +13,7 @@ from nbdist.errors import WrongState
 from nbdist.train.strategies import building, splitting
 from nbdist.train.strategies.axes import Portion
 from nbdist.train.strategies.data_parallel import take_from_first
-from nbdist.train.strategies.part import Part
+from nbdist.train.strategies.holding import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return [stage for stage, owner in enumerate(self.owners) if owner == self.rank]
 
 
-class Held(Part):
+class Held(Holding):
     """The stages of one rank. Parameters have the names that they have in the whole model.
 
     Args:

@@ -14,7 +14,7 @@ from nbdist.errors import RecoveryFailed
 from nbdist.train.strategies.base import Place
 from nbdist.train.strategies.copies import Copies, Spread, Stand, are_together, newest
 from nbdist.train.strategies.data_parallel import sum_on_backend
-from nbdist.train.strategies.part import Part
+from nbdist.train.strategies.holding import Holding
 from nbdist.train.strategies.twins import sum_gradients
 from nbdist.train.vote import FIRST_BUFFER
 
@@ -29,10 +29,10 @@ _NO_GROUP = 0, 1, -1
 _START_AGAIN = "Start as many engines as before (%dist_scale), or make the trainer anew"
 
 
-P = TypeVar("P", bound=Part)
+H = TypeVar("H", bound=Holding)
 
 
-class Settling(Generic[P]):
+class Settling(Generic[H]):
     """Sees that what the ranks hold fits together.
 
     Args:
@@ -46,7 +46,7 @@ class Settling(Generic[P]):
     pieces: ClassVar[str]
     """What a rank's are called."""
 
-    def __init__(self, held: P, *, copy_every: int) -> None:
+    def __init__(self, held: H, *, copy_every: int) -> None:
         self.place = Place(0, 1)
         self._take(held)
         self._axes = held.axes
@@ -59,7 +59,7 @@ class Settling(Generic[P]):
         self._waited_ns = 0
         """In collectives, until the present batch began."""
 
-    def _take(self, held: P) -> None:
+    def _take(self, held: H) -> None:
         """This is what the rank holds."""
         self._held, self._portion = held, held.portion
 
@@ -156,7 +156,7 @@ class Settling(Generic[P]):
         self._take(held)
         self._copies.drop_after(keeper.step)
 
-    def _held_as(self, known: Sequence[Spread]) -> P:
+    def _held_as(self, known: Sequence[Spread]) -> H:
         """What this rank is to hold in the present group: what it does, or what is cut anew.
 
         Args:
@@ -168,7 +168,7 @@ class Settling(Generic[P]):
         if self.fits(rank, num_ranks) and self._held.num_stages == num_stages:
             return self._held
         try:
-            held: P = self._held.again(num_stages)
+            held: H = self._held.again(num_stages)
         except ValueError as error:
             raise RecoveryFailed(
                 f"the model cannot be cut anew for the {num_ranks} ranks that the group has now: "
@@ -236,7 +236,7 @@ class Settling(Generic[P]):
         self._group = _NO_GROUP
 
 
-def _spread(held: Part, step: int) -> Spread:
+def _spread(held: Holding, step: int) -> Spread:
     """How the model lies on the ranks, at this step."""
     return Spread(step, held.portion.num_ranks, held.num_stages)
 

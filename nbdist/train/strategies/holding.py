@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nbdist.train.strategies.axes import Axes, Portion
 
 
-class Part(nn.Module):
+class Holding(nn.Module):
     """A part of a model, whose parameters have the names that they have in the whole.
 
     Args:
