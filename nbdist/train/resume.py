@@ -196,7 +196,9 @@ def _own_part(rests: list[dict[str, Any]], state: State) -> dict[str, Any]:
     having = [rest for rest in rests if "registered" in rest]
     places = places_of(state.module)
     same = [rest for rest in having if rest["parameters"] == places]
-    return (same or having)[0]
+    rank, _ = place_of_rank()
+    own = [rest for rest in same if rest is rests[min(rank, len(rests) - 1)]]
+    return (own or same or having)[0]
 
 
 def _check_names(

@@ -26,6 +26,7 @@ from nbdist.train import (
     GPT,
     DataParallel,
     GPTConfig,
+    Mesh,
     Pipeline,
     Sharded,
     TensorParallel,
@@ -146,6 +147,11 @@ LAYOUTS = {
     "rows 3": (3, Sharded()),
     "panels 2": (2, TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()})),
     "panels 4": (4, TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()})),
+    "meshes 2 of 2": (4, Mesh(pipeline=Pipeline(2, "1f1b", 4), data=2)),
+    "panels 2 of 2": (
+        4,
+        Mesh(tensor=TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()}), data=2),
+    ),
     "rows 4": (4, Sharded()),  # of the last bias, with five, the last rank has none
 }
 WAYS = [
@@ -170,6 +176,11 @@ WAYS = [
     ("panels 2", "alone"),
     ("rows 3", "panels 2"),
     ("panels 2", "rows 3"),
+    ("meshes 2 of 2", "meshes 2 of 2"),
+    ("meshes 2 of 2", "stages 2"),
+    ("replicas 3", "meshes 2 of 2"),
+    ("panels 2 of 2", "replicas 2"),
+    ("rows 3", "panels 2 of 2"),
 ]
 
 

@@ -200,6 +200,21 @@ def test_a_rank_holds_and_sends_what_was_estimated(together):
         assert held[3] == 3 * (need.sent - alone.ranks[rank % 2].sent)  # 2(d−1)/d is 1
 
 
+def test_twins_share_what_is_written(together):
+    """Of a checkpoint: what two hold is written once, some of it by each."""
+
+    def body(rank):
+        trainer = make(PIPED)
+        trainer.fit(1)
+        return sum(tensor.nbytes for tensor in trainer.part(rank, 4)._tensors.values())
+
+    written = together(4, body)
+    made = estimate(build_layers, PIPED, 4, sample=torch.zeros(1, FEATURES))
+    needs = [need.parameters + need.optimizer for need in made.ranks]
+    assert [written[0] + written[2], written[1] + written[3]] == needs[:2]
+    assert all(0 < its < need for its, need in zip(written, needs, strict=True))
+
+
 def test_groups_of_another_size_are_refused(together):
     """By a sentence, when the trainer is made."""
 

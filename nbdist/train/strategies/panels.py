@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nbdist.engine.works import WORKS
 from nbdist.train.parting import Origin
+from nbdist.train.strategies.axes import place_of_rank
 from nbdist.train.strategies.divided import (
     Bundle,
     Divided,
@@ -103,6 +104,7 @@ class Panels(Divided):
         dim = self.dims[name]
         mine = piece.movedim(dim, 0).contiguous()
         together = mine.new_empty(len(mine) * self.portion.num_ranks, *mine.shape[1:])
+        self.axes.form(*place_of_rank())
         group = self.axes.of_parts
         WORKS.follow(dist.all_gather_single(together, mine, group=group, async_op=True)).wait()
         return together.movedim(0, dim).contiguous()
