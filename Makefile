@@ -8,8 +8,8 @@ PYTEST := $(PY) -m pytest
 # The pure modules (docs/architecture.md): the only ones with a coverage gate.
 PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/targets.py \
 	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
-	series state story tables view world) \
-	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/lanes.py nbdist/views/palette.py nbdist/views/playback.py \
+	planned plans series state story tables view world) \
+	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/lanes.py nbdist/views/palette.py nbdist/views/passages.py nbdist/views/playback.py \
 	nbdist/cli/progress.py nbdist/cli/verdicts.py
 
 # Installed once for this folder and these two files; any change of them installs again.

@@ -49,7 +49,7 @@ TYPICAL_BYTES = 65_536
 MAX_BYTES = 262_144
 """No frame is larger; long series are thinned out to their least and greatest values."""
 
-View = Literal["overview", "ranks", "loss", "throughput", "sync", "membership"]
+View = Literal["overview", "ranks", "loss", "throughput", "sync", "pipeline", "membership"]
 """What may be subscribed to. World, run, incidents, evaluations and counters come with all."""
 
 TABLES: dict[str, dict[str, str]] = {
@@ -98,6 +98,16 @@ TABLES: dict[str, dict[str, str]] = {
         "attempt": "f4",
         "kind": "f4",
         "ident": "f4",
+        "value": "f8",
+    },
+    "plans": {
+        "generation": "f4",
+        "slot": "f4",
+        "kind": "f4",
+        "ident": "f4",
+        "stage": "f4",
+        "began": "f4",
+        "ended": "f4",
     },
     "memory": {"at": "f8", "rss_bytes": "f8", "device_bytes": "f8", "slot": "f4"},
     "seats": {"at": "f8", "slot": "f4", "rank": "f4", "state": "f4", "generation": "f4"},
@@ -122,7 +132,13 @@ launch_at: its sum has begun; done_at: it has ended. size_bytes: of the bucket.
 
 spans: what the slot's main thread did when. kind: a number of `telemetry.Kind`: 3 forward,
 4 backward, 5 vote, 6 optimizer, 7 evaluate, 8 data, 9 checkpoint, 10 and 11 the two halves of a
-backward pass. ident: the micro-batch.
+backward pass. ident: the micro-batch. value: in a pipeline the stage. There 23 and 24 are all that
+the slot sent and asked for in the attempt: from the first to the last, ident: how many, value:
+their bytes.
+
+plans: what the ranks of a pipeline are to do in the group of a generation, slot by slot, each in
+its order. kind, ident and stage as in spans; began and ended: in forwards, as if nothing were sent
+and each half of a backward took as long as a forward.
 
 memory: what a slot's engine held at `at`, about once a second. rss_bytes: resident. device_bytes:
 by torch on its GPU. Either is NaN where the row tells the other.
@@ -141,6 +157,7 @@ TABLES_OF: dict[View, tuple[str, ...]] = {
     "loss": ("rows", "phases"),
     "throughput": ("rows", "steps", "phases"),
     "sync": ("steps", "buckets", "spans"),
+    "pipeline": ("spans", "plans"),
     "membership": ("seats", "phases"),
 }
 """View -> the tables that it is sent."""

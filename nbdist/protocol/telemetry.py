@@ -80,6 +80,9 @@ class Kind(IntEnum):
 
     STEP_BROKEN = 60
     """Instant: this attempt at the step was given up."""
+    PLANNED = 61
+    """Instant: a rank of a pipeline is to do this; told with its first batch in a group. `ident`:
+    its place in the rank's order, from 0, `value`: which action, as `protocol.plans` packs it."""
 
 
 SERIES = {

@@ -335,7 +335,7 @@ class Run:
         return self._dashboards.open(*views, run=self)
 
     def figure(self, name: str) -> Chart:
-        """A chart, which a cell shows: "loss", "throughput", "world", "sync" or "membership"."""
+        """A chart for a cell: "loss", "throughput", "world", "sync", "pipeline" or "membership"."""
         from nbdist.views.chart import Chart  # noqa: PLC0415 - loads a plotting library
 
         return Chart(self.story(), name)

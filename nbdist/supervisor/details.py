@@ -1,7 +1,8 @@
 """What happened when in the last steps, as tables of spans and buckets. Pure.
 
 Of quick steps only some fit into a frame: the newest, each with all slots. Of a run that is over
-the worst ones before those are told too.
+the worst ones before those are told too. What the stages of a pipeline compute are spans; what they
+send and receive is summed up for each slot.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 _BUCKETS = (int(Kind.BUCKET_READY), int(Kind.BUCKET_LAUNCH), int(Kind.BUCKET_DONE))
 NUM_FIRST = 20
 """The newest steps, for which the worst ones do not make room."""
+MAX_PASSAGE = 1_200
+"""Rows that one step of a pipeline may have, though there is less room: without all its ranks it
+says little."""
 _FIRST = Key(-1, -1, -1)
+_PASSED_ON = (Kind.SEND, Kind.RECEIVE)
 
 
 class DetailReader:
@@ -106,7 +111,8 @@ def _read(steps: Steps, chosen: Iterable[Key], max_rows: int) -> dict[str, Table
         for slot, timeline in steps[key]:
             span_rows = list(_spans(slot, timeline))
             bucket_rows = list(_buckets(slot, timeline))
-            room = max_rows - max(
+            is_passage = not spans and np.isin(timeline.records["kind"], _PASSED_ON).any()
+            room = (MAX_PASSAGE if is_passage else max_rows) - max(
                 num_spans + len(its_spans) + len(span_rows),
                 num_buckets + len(its_buckets) + len(bucket_rows),
             )
@@ -124,10 +130,16 @@ def _read(steps: Steps, chosen: Iterable[Key], max_rows: int) -> dict[str, Table
 def _spans(slot: Slot, timeline: StepTimeline) -> Iterable[Row]:
     """Rows of the table, columns in its order; the whole step and its compute are in others."""
     key = timeline.key
-    for kind, ident, t0_ns, t1_ns, _ in _columns(timeline):
+    passed_on: dict[int, tuple[int, int, int, float]] = {}
+    whose = (slot, key.generation, key.attempt)
+    for kind, ident, t0_ns, t1_ns, value in _columns(timeline):
         if Kind.FORWARD <= kind < Kind.BUCKET_READY:
-            at = (t0_ns * 1e-9, t1_ns * 1e-9)
-            yield (key.step, *at, slot, key.generation, key.attempt, kind, ident)
+            yield (key.step, t0_ns * 1e-9, t1_ns * 1e-9, *whose, kind, ident, value)
+        elif kind in _PASSED_ON:
+            began_ns, _, num, num_bytes = passed_on.get(kind, (t0_ns, t1_ns, 0, 0.0))
+            passed_on[kind] = began_ns, t1_ns, num + 1, num_bytes + value
+    for kind, (t0_ns, t1_ns, num, num_bytes) in sorted(passed_on.items()):
+        yield (key.step, t0_ns * 1e-9, t1_ns * 1e-9, *whose, kind, num, num_bytes)
 
 
 def _buckets(slot: Slot, timeline: StepTimeline) -> Iterable[Row]:

@@ -20,6 +20,7 @@ from nbdist.protocol.thinning import thin
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DetailReader
 from nbdist.supervisor.phase import Phase
+from nbdist.supervisor.planned import PlanReader
 from nbdist.supervisor.progress import is_known
 from nbdist.supervisor.view import view_of
 
@@ -111,6 +112,7 @@ class Packer:
         self._num_replaced = run.progress.num_replaced if run is not None else 0
         self._num_evaluations = self._num_seats = self._num_phases = 0
         self._attempts, self._details = Reader(since), DetailReader(since)
+        self._plans = PlanReader(since)
         self._since = since
         self._memory_marks: dict[tuple[Slot, str], int] = {}
         self._told: dict[int, Incident] = {}
@@ -164,7 +166,9 @@ class Packer:
         if self.run is not None and "spans" in self._wanted:
             until = now if is_live else now + 1.0
             details = self._details.read(series, until, room.details, with_worst=not is_live)
-            tables |= {name: [table] for name, table in details.items()}
+            tables |= {name: [table] for name, table in details.items() if name in self._wanted}
+        if self.run is not None and "plans" in self._wanted:
+            tables["plans"] = [self._plans.read(series)]
         if self.run is not None and "memory" in self._wanted:
             tables["memory"] = self._memory()
         if "seats" in self._wanted:

@@ -11,6 +11,7 @@ import numpy as np
 
 from nbdist.protocol.telemetry import RECORD, SERIES, SPANS, Kind
 from nbdist.supervisor.history import POINT, Budget, History
+from nbdist.supervisor.plans import Plans
 from nbdist.supervisor.timeline import Timelines
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Series:
         self._budget = Budget(int(max_mb * MEGABYTE))
         self._histories: dict[tuple[Slot, Kind], History] = {}
         self._timelines: dict[Slot, Timelines] = {}
+        self._plans: dict[Slot, Plans] = {}
         self._waiting: dict[Slot, list[NDArray[np.void]]] = {}
         """What came since the series were last brought up to date: many records cost little more
         than few."""
@@ -49,8 +51,9 @@ class Series:
 
     @property
     def num_left_out(self) -> int:
-        """Records of timelines that had no room."""
-        return sum(timelines.num_left_out for timelines in self._timelines.values())
+        """Records of timelines and plans that had no room."""
+        timelines, plans = self._timelines.values(), self._plans.values()
+        return sum(t.num_left_out for t in timelines) + sum(p.num_left_out for p in plans)
 
     @property
     def slots(self) -> list[Slot]:
@@ -61,6 +64,7 @@ class Series:
         """Take in records of one engine, of dtype `RECORD`, checked, in their order."""
         if slot not in self._timelines:
             self._timelines[slot] = Timelines(self._budget)
+            self._plans[slot] = Plans(self._budget)
             room = MAX_WAITING * RECORD.itemsize
             self._waiting_room[slot] = MAX_WAITING if self._budget.take(room) else 0
         waiting = self._waiting.setdefault(slot, [])
@@ -92,6 +96,11 @@ class Series:
         self._settle(slot)
         return self._timelines[slot].worst if slot in self._timelines else []
 
+    def plans(self, slot: Slot) -> list[NDArray[np.void]]:
+        """What it is to do as a rank of a pipeline: each order as its records, the newest last."""
+        self._settle(slot)
+        return self._plans[slot].told if slot in self._plans else []
+
     def _settle(self, slot: Slot) -> None:
         """Take what waits into the series."""
         waiting = self._waiting.pop(slot, None)
@@ -99,6 +108,7 @@ class Series:
             return
         records = np.concatenate(waiting, dtype=RECORD)
         self._timelines[slot].add(records)
+        self._plans[slot].add(records)
         records = records[np.argsort(records["kind"], kind="stable")]
         numbers, starts = np.unique(records["kind"], return_index=True)
         for number, piece in zip(numbers, np.split(records, starts[1:]), strict=True):

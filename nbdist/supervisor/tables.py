@@ -13,6 +13,7 @@ from nbdist.protocol.frames import PHASES, STATES, TABLES, num_rows
 from nbdist.protocol.telemetry import Kind
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DetailReader
+from nbdist.supervisor.planned import PlanReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,6 +35,7 @@ def run_tables(series: Series, worlds: Sequence[World]) -> dict[str, Table]:
     tables = {
         "steps": _joined("steps", _attempts(series)),
         **DetailReader(0.0).read(series, _FOR_EVER, MAX_DETAILS, with_worst=True),
+        "plans": PlanReader(0.0).read(series),
         "memory": _joined("memory", _memory(series)),
         "seats": _table("seats", _seats(worlds)),
         "phases": _table("phases", _phases(worlds)),

@@ -44,6 +44,12 @@ class StepTimeline:
         """What they take."""
         return self.records.nbytes
 
+    def is_begun_anew(self, records: NDArray[np.void]) -> bool:
+        """Whether these are of another step of that number: of another run in the same group."""
+        ended_ns = self.records["t1_ns"][self.records["kind"] == Kind.STEP]
+        forward_ns = records["t0_ns"][records["kind"] == Kind.FORWARD]
+        return bool(len(ended_ns) and len(forward_ns) and forward_ns[0] >= ended_ns[-1])
+
     def tail_ns(self) -> int:
         """From the moment at which the last bucket was ready to the end of the last reduction.
 
@@ -95,7 +101,7 @@ class Timelines:
 
     def _add(self, key: Key, records: NDArray[np.void]) -> None:
         step = self._by_key.get(key)
-        if step is None:
+        if step is None or step.is_begun_anew(records):
             step = self._by_key[key] = StepTimeline(key)
             self._last.append(step)
             if len(self._last) > NUM_LAST:
@@ -119,7 +125,8 @@ class Timelines:
 
     def _pop_oldest(self) -> StepTimeline:
         step = self._last.popleft()
-        del self._by_key[step.key]
+        if self._by_key[step.key] is step:
+            del self._by_key[step.key]
         return step
 
     def _retire(self) -> None:

@@ -44,7 +44,7 @@ class Chart:
 
     Args:
         story: the run.
-        name: "loss", "throughput", "world", "sync" or "membership".
+        name: "loss", "throughput", "world", "sync", "pipeline", "membership".
 
     Raises:
         ValueError: there is no chart of that name.

@@ -1,4 +1,4 @@
-"""Bars in a lane for each slot: a step's gradient sync, and who was in the job when. Pure.
+"""Bars in a lane for each slot: a step's gradient sync or its pipeline, who was in the job. Pure.
 
 For charts that are made from a story; the live views have their own.
 """
@@ -14,6 +14,7 @@ from nbdist.protocol.frames import STATES
 from nbdist.protocol.telemetry import Kind
 from nbdist.views import palette
 from nbdist.views.facts import counted, silences
+from nbdist.views.passages import COLOURS, NAMES, PALE_COLOURS, WAIT_COLOUR, newest_passage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.frames import Table
     from nbdist.protocol.story import RunStory
 
-LANE_NAMES = ("sync", "membership")
+LANE_NAMES = ("sync", "pipeline", "membership")
 """Charts of lanes; each is drawn where the story has what it needs, and else says why not."""
 MAX_LANES = 16
 
@@ -37,6 +38,7 @@ _SPANS = {
     Kind.OPTIMIZER: ("optimizer", "#009E73"),
 }
 _UPPER, _LOWER, _WHOLE = (0.08, 0.48), (0.52, 0.92), (0.15, 0.85)
+_PASSED, _PLANNED = (0.08, 0.58), (0.64, 0.92)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,8 @@ class Lanes:
 
 def lanes(story: RunStory, name: str) -> Lanes:
     """The chart of that name, one of `LANE_NAMES`."""
+    if name == "pipeline":
+        return _pipeline(story)
     return _sync(story) if name == "sync" else _membership(story)
 
 
@@ -151,6 +155,40 @@ def _bar(
             colour=colour,
             what=what,
         )
+
+
+def _pipeline(story: RunStory) -> Lanes:
+    unit, passage = "ms since the batch began", newest_passage(story.tables)
+    if passage is None:
+        sentence = (
+            "No step of a pipeline is known: the model was not cut into stages, or what was told "
+            "of them is not kept."
+        )
+        return Lanes(unit=unit, sentence=sentence)
+    shown, bars = passage.slots[:MAX_LANES], list[Bar]()
+    for lane, slot in enumerate(shown):
+        for wait in passage.waits:
+            if wait.slot == slot:
+                what = f"waits for micro-batch {wait.microbatch} from slot {wait.whom}"
+                bars += _bar(lane, _PASSED, wait.began, wait.ended, WAIT_COLOUR, what)
+        for part in passage.parts:
+            if part.slot == slot:
+                colour = COLOURS[part.action.kind]
+                bars += _bar(lane, _PASSED, part.began, part.ended, colour, part.what)
+        for part in passage.planned:
+            if part.slot == slot:
+                began, ended = (at * passage.forward_s for at in (part.began, part.ended))
+                colour, what = PALE_COLOURS[part.action.kind], f"planned: {part.what}"
+                bars += _bar(lane, _PLANNED, began, ended, colour, what)
+    kinds = [kind for kind in NAMES if any(part.action.kind == kind for part in passage.parts)]
+    keys = [(COLOURS[kind], NAMES[kind]) for kind in kinds]
+    return Lanes(
+        unit=unit,
+        sentence=f"{passage.sentence} Above measured, below planned.",
+        names=_names(shown),
+        bars=bars,
+        keys=(*keys, (WAIT_COLOUR, "waits"), (PALE_COLOURS["B"], "planned")),
+    )
 
 
 def _membership(story: RunStory) -> Lanes:

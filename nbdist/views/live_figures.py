@@ -31,6 +31,7 @@ def live_figures() -> dict[str, bokeh_figure]:
         "rate": _over_steps("rate", "samples/s, all ranks", "@rate{0,0} samples/s", height=170),
         "compute": _compute(),
         "sync": _sync(),
+        "pipeline": _pipeline(),
         "membership": _membership(),
         "incidents": _incidents(),
     }
@@ -139,6 +140,15 @@ def _sync() -> bokeh_figure:
         *("middle", "height"),
     )
     drawn = _bars(chart, bars, hatch_alpha=0.45, hatch_color="white")
+    _letters(chart)
+    tips = [("", "@what"), ("", "@who"), ("takes", "@ms{0.00} ms"), ("size", "@size")]
+    chart.add_tools(HoverTool(renderers=[drawn], tooltips=tips))
+    _lanes(chart)
+    return chart
+
+
+def _letters(chart: bokeh_figure) -> None:
+    """On bars that have room for one."""
     letters = _source("letters", "x", "y", "letter")
     chart.text(
         "x",
@@ -149,7 +159,28 @@ def _sync() -> bokeh_figure:
         text_baseline="middle",
         **{**_TEXT, "text_color": "white", "text_font_style": "bold"},
     )
-    tips = [("", "@what"), ("", "@who"), ("takes", "@ms{0.00} ms"), ("size", "@size")]
+
+
+def _pipeline() -> bokeh_figure:
+    chart = _empty("ms since the batch began", "", 260)
+    chart.y_range = Range1d(start=1, end=0)
+    edges = ("left", "right", "bottom", "top", "colour", "hatch")
+    bars = _source("bars", *edges, "what", "who", "ms", "size", "letter", "edge")
+    drawn = _bars(chart, bars, hatch_alpha=0.6, hatch_color="gray")
+    drawn.glyph.update(line_color=field("edge"), line_width=0.8)  # else neighbours run together
+    chain = _source("chain", "left", "right", "bottom", "top", "ink")
+    chart.quad(
+        left="left",
+        right="right",
+        bottom="bottom",
+        top="top",
+        source=chain,
+        fill_color=None,
+        line_color="ink",
+        line_width=1.5,
+    )
+    _letters(chart)
+    tips = [("", "@what"), ("", "@who"), ("takes", "@ms{0.00} ms")]
     chart.add_tools(HoverTool(renderers=[drawn], tooltips=tips))
     _lanes(chart)
     return chart

@@ -17,6 +17,7 @@ from nbdist.protocol import frames as fr
 from nbdist.views import palette
 from nbdist.views.facts import OVER_THE_RUN, counted, loss_text, pace, silences, steps_text
 from nbdist.views.lanes import newest_sync
+from nbdist.views.passages import COLOURS, NAMES, PALE_COLOURS, is_pipeline, newest_passage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -67,7 +68,7 @@ def picture(frame: bytes) -> bytes:
         sheet.frame(box)
     _draw_loss(sheet, boxes[0], tables)
     _draw_compute(sheet, boxes[1], tables)
-    _draw_sync(sheet, boxes[2], tables)
+    (_draw_pipeline if is_pipeline(tables) else _draw_sync)(sheet, boxes[2], tables)
     _draw_membership(sheet, boxes[3], header, tables)
     return sheet.png()
 
@@ -252,6 +253,34 @@ def _draw_sync(sheet: _Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
                 sheet.bar((left, high, right, low), _COLOURS[bar.kind])
     keys = [(_COLOURS[kind], name) for kind, name in _KINDS.items()]
     _draw_keys(sheet, box, keys)
+
+
+def _draw_pipeline(sheet: _Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
+    title, passage = "Where is the bubble?", newest_passage(tables)
+    if passage is None:
+        _draw_nothing(sheet, box, title, "no step of the pipeline is known")
+        return
+    unit_s, slots = passage.forward_s, passage.slots[:_MAX_LANES]
+    end = max([passage.end, *(part.ended * unit_s for part in passage.planned)])
+    idle = f"{passage.idle:.0%} in step {passage.step}"
+    planned = f", {passage.idle_planned:.0%} planned" if passage.planned else ""
+    axes = _Axes(sheet, box, f"{title} {idle}{planned}", x=(0.0, end * 1000), y=(0, 1), unit="ms")
+    for lane, slot in enumerate(slots):
+        top, bottom = axes.lane(lane, len(slots))
+        middle = top + 0.62 * (bottom - top)
+        axes.name((top + bottom) / 2, f"slot {slot}")
+        rows = (
+            (passage.parts, COLOURS, 1000, top + 3, middle - 1),
+            (passage.planned, PALE_COLOURS, 1000 * unit_s, middle + 1, bottom - 3),
+        )
+        for parts, colours, scale, high, low in rows:
+            for part in parts:
+                if part.slot == slot:
+                    left, right = (axes.at(at * scale, 0)[0] for at in (part.began, part.ended))
+                    sheet.bar((left, high, right - 0.5, low), colours[part.action.kind])
+    kinds = {part.action.kind for part in passage.parts}
+    keys = [(COLOURS[kind], name) for kind, name in NAMES.items() if kind in kinds]
+    _draw_keys(sheet, box, [*keys, (PALE_COLOURS["B"], "planned")])
 
 
 class _Bar(NamedTuple):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Check", "write_report"]
 
-VIEWS: tuple[View, ...] = ("overview", "sync", "throughput", "loss", "membership")
+VIEWS: tuple[View, ...] = ("overview", "sync", "pipeline", "throughput", "loss", "membership")
 """Those of a dashboard that say something of a run that is over."""
 MAX_RECORD_BYTES = 3_000_000
 """Packed; a larger record is not held by the page."""

@@ -346,7 +346,7 @@ def lose(background):
         for victim in victims:
             os.kill(found[victim], number)
         with pytest.raises(nbdist.EngineDied) as caught:
-            cell.result(20)
+            cell.result(60)
         return Loss(caught.value, time.monotonic() - killed_at, killed_at, generation, size)
 
     return kill_while_others_wait
@@ -445,10 +445,10 @@ class Kernel:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
             try:
-                self.process.wait(15)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(5)
+                self.process.wait(60)
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()

@@ -331,7 +331,7 @@ if rank != 0:
     pressed, incidents = [], four.incidents
 
     def press():
-        until(lambda: sum("waits in" in s.activity for s in four.status()) == 2, 10, four.status)
+        until(lambda: sum("waits in" in s.activity for s in four.status()) == 2, 60, four.status)
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -373,7 +373,7 @@ while rank == 1:
     thread.join()
     assert stopped.value.notes == ["rank 1 did not react and was killed"]
     assert time.monotonic() - begun < 4 * 6
-    engines.wait_healthy(30)
+    engines.wait_healthy(60)
     assert engines.run("rank").values == {0: 0, 1: 1}
 
 
@@ -381,8 +381,8 @@ def test_two_cells_at_once(four, background):
     """Cells sent from two threads both run, one after the other on each engine."""
     first = background(four.run, "import time; time.sleep(0.3); a = rank; a")
     second = background(four.run, "b = rank + 1; b")
-    assert first.result(20).values == {r: r for r in RANKS}
-    assert second.result(20).values == {r: r + 1 for r in RANKS}
+    assert first.result(60).values == {r: r for r in RANKS}
+    assert second.result(60).values == {r: r + 1 for r in RANKS}
 
 
 def test_sync(four):
@@ -427,7 +427,6 @@ medians = [statistics.median(column) for column in zip(*pairs)]
 """
 
 
-@pytest.mark.timeout(120)
 def test_round_trip(kernel):
     """An empty cell on four engines takes about as long as ipyparallel's own blocking `execute`;
     and, ipyparallel PR#571, engines that are not ours go on when ours have ended."""

@@ -27,7 +27,7 @@ def worker(tmp_path):
     assert process.stdout.readline() == "up\n"
     yield process
     process.kill()
-    process.wait(5)
+    process.wait(60)
     process.stdout.close()
 
 
@@ -76,7 +76,7 @@ def test_leftovers(kernel, cluster, worker, capsys):
     supervisor = listed(capsys)[path.name]["supervisor_pid"]
     os.kill(notebook.pid, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
-    notebook.process.wait(5)
+    notebook.process.wait(60)
     assert listed(capsys)[path.name]["state"] == "left over"
     engines = cluster(1)
     assert engines.run("rank").values == {0: 0}

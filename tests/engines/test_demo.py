@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from nbdist.cli import main
 from nbdist.supervisor.replay import read
 
 
-@pytest.mark.timeout(120)
 def test_the_main_job_loses_nothing(tmp_path, capsys):
     """A rank killed, another stopped: all checks hold, and report and record are there."""
     report = tmp_path / "report.html"

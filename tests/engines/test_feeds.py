@@ -17,7 +17,7 @@ SLOW = 3
 NAMED_S = 4 * 5.0
 COST = 4 / 0.98
 """Of a step's median with all views on, of one without, on a machine that others use too."""
-ALL = ("overview", "ranks", "loss", "throughput", "sync", "membership")
+ALL = ("overview", "ranks", "loss", "throughput", "sync", "pipeline", "membership")
 
 
 class Client:
@@ -59,12 +59,12 @@ def test_frames_of_a_run_with_a_kill(cluster, until):
     engines.run(training.CELL)
     client = Client(engines)
     run = engines.train("trainer", steps=250)
-    until(lambda: len(steps_of(client)) > 40, 20, "forty steps are seen")
+    until(lambda: len(steps_of(client)) > 40, 60, "forty steps are seen")
     engines.kill(1)
-    engines.wait_healthy(30)
+    engines.wait_healthy(60)
     run.wait(60)
-    until(lambda: len(steps_of(client)) == 250, 10, lambda: steps_of(client))
-    until(lambda: client.table("steps")["step"].max() == 249, 10, "the last attempts are seen")
+    until(lambda: len(steps_of(client)) == 250, 60, lambda: steps_of(client))
+    until(lambda: client.table("steps")["step"].max() == 249, 60, "the last attempts are seen")
     assert steps_of(client).tolist() == list(range(250))
     times = [at for at, _ in client.frames]
     assert min(np.diff(times)) > PERIOD_S / 2
@@ -97,7 +97,7 @@ def test_a_run_that_is_over_can_be_seen(cluster, until, tmp_path):
     time.sleep(1)  # the next run begins when the last telemetry has come
     engines.train("trainer", steps=10).wait(60)
     client = Client(engines, run=run.id)
-    until(lambda: client.ends, 5, "the end is told")
+    until(lambda: client.ends, 60, "the end is told")
     assert client.ends == ["the run is over"]
     (header,) = client.headers
     assert not header.is_live
@@ -124,7 +124,7 @@ def test_who_acknowledges_nothing_is_sent_no_more(cluster, until):
     engines.run(training.CELL)
     client = Client(engines, acknowledges=False)
     run = engines.train("trainer", steps=100_000)
-    until(lambda: len(client.frames) == WINDOW, 10, "two frames come")
+    until(lambda: len(client.frames) == WINDOW, 60, "two frames come")
     first = len(run.history["step"])
     until(
         lambda: run.history["seconds"][first:].sum() > 8 * PERIOD_S,
@@ -133,7 +133,7 @@ def test_who_acknowledges_nothing_is_sent_no_more(cluster, until):
     )
     assert len(client.frames) == WINDOW
     client.feed.acknowledge(client.frames[-1][1].seq)
-    until(lambda: len(client.frames) > WINDOW, 5, "another frame comes")
+    until(lambda: len(client.frames) > WINDOW, 60, "another frame comes")
     steps, is_thinned = steps_of(client), "rows" in client.headers[-1].thinned
     assert is_thinned or steps.tolist() == list(range(len(steps)))
     assert client.headers[-1].run.step == steps[-1] + 1
@@ -147,10 +147,10 @@ def test_another_supervisor_sends_a_snapshot(cluster, until):
     engines.run(training.CELL)
     client = Client(engines)
     run = engines.train("trainer", steps=100_000)
-    until(lambda: len(steps_of(client)) > 20, 20, "twenty steps are seen")
+    until(lambda: len(steps_of(client)) > 20, 60, "twenty steps are seen")
     num = len(client.frames)
     os.kill(engines._link._supervisor.pid, signal.SIGKILL)
-    until(lambda: any(f.is_snapshot for _, f in client.frames[num:]), 20, "a snapshot comes")
+    until(lambda: any(f.is_snapshot for _, f in client.frames[num:]), 60, "a snapshot comes")
     run.stop()
     last = len(run.history["step"]) - 1
     until(lambda: last in steps_of(client)[-1:], 60, "the last step is seen")
@@ -165,7 +165,7 @@ def test_a_slow_rank_is_named(cluster, until):
     engines.run(training.SLEEPING)
     client = Client(engines, views=("throughput",))
     run = engines.train("trainer", steps=100_000)
-    until(lambda: len(client.table("steps").get("step", ())) > 30, 20, "steps are seen")
+    until(lambda: len(client.table("steps").get("step", ())) > 30, 60, "steps are seen")
     engines.slow(1, factor=SLOW)
     assert [seat.slow_factor for seat in engines.status()] == [1, SLOW, 1]
     began_at = time.monotonic()
@@ -180,7 +180,7 @@ def test_a_slow_rank_is_named(cluster, until):
     assert min(medians[0], medians[2]) > max(0.02 * (SLOW - 1) / 2, 2 * medians[1])
     before = engines.generation
     engines.kill(1)
-    engines.wait_healthy(30, after=before + 1)
+    engines.wait_healthy(60, after=before + 1)
     assert [seat.slow_factor for seat in engines.status()] == [1, 1, 1]
     run.stop()
 
@@ -190,18 +190,17 @@ def test_a_rest_ends_when_the_rank_is_quick_again(cluster, until):
     engines = cluster(2, hang_timeout_s=60.0)
     engines.run(training.CELL)
     run = engines.train("trainer", steps=100_000)
-    until(lambda: run.num_committed > 20, 30, "steps are committed")
+    until(lambda: run.num_committed > 20, 60, "steps are committed")
     engines.slow(1, factor=1e9)
     assert any("hang_timeout_s=60" in text for text in engines.warnings)
     engines.slow(1, factor=1)
     assert not any("hang_timeout_s" in text for text in engines.warnings)
     mark = run.num_committed + 10
-    until(lambda: run.num_committed > mark, 30, "it goes on")
+    until(lambda: run.num_committed > mark, 60, "it goes on")
     assert run.incidents == []
     run.stop()
 
 
-@pytest.mark.timeout(180)
 def test_views_cost_the_run_little(cluster):
     """Training does not wait for a view: steps with all views on take about as long as without."""
     engines = cluster(2)

@@ -158,7 +158,7 @@ def test_cell_that_comes_too_late(four, until, monkeypatch):
 
     def send(engine_id, *args):
         if engine_id == last:
-            until(lambda: four.generation > generation, 5, "the survivors form a group")
+            until(lambda: four.generation > generation, 60, "the survivors form a group")
         return execute(engine_id, *args)
 
     monkeypatch.setattr(four._client, "execute", send)
@@ -301,14 +301,12 @@ def kill_in_a_row(engines, lose, heal, until, running, *, num_kills, after_which
     assert kinds.count("lost") == kinds.count("joined") == num_kills
 
 
-@pytest.mark.timeout(180)
 def test_twenty_kills_in_a_row(cluster, lose, heal, until, running):
     """monarch#4002, #2835: 20 losses and refills later there is no process, thread, descriptor or
     store key more."""
     kill_in_a_row(cluster(4), lose, heal, until, running, num_kills=20, after_which=3)
 
 
-@pytest.mark.timeout(120)
 def test_eight_engines(cluster, lose, heal):
     """A loss among eight engines, where most have no dead neighbour, ends as soon and heals as
     soon as among four."""
@@ -375,7 +373,7 @@ def test_newcomer_killed_in_mid_replay(four, until):
     the start."""
     generation = four.generation
     four.kill(1)
-    newcomer = until(lambda: seat_in(four, 1, "replaying"), 5, four.status)
+    newcomer = until(lambda: seat_in(four, 1, "replaying"), 60, four.status)
     os.kill(newcomer, signal.SIGKILL)
     four.wait_healthy(after=generation)
     assert four.status()[1].pid != newcomer
@@ -414,7 +412,7 @@ def test_another_killed_during_a_refill(four, until):
     who waits is told of both."""
     generation = four.generation
     four.kill(3)
-    until(lambda: seat_in(four, 3, "replaying"), 5, four.status)
+    until(lambda: seat_in(four, 3, "replaying"), 60, four.status)
     four.kill(1)
     with pytest.raises(TimeoutError, match=r"slot 1 is \w+; slot 3 is replaying"):
         four.wait_healthy(timeout=0.05, after=generation)
@@ -491,7 +489,7 @@ def test_a_cell_that_kills_who_replays_it(cluster):
     for _ in range(2):
         generation = engines.generation
         engines.kill(1)
-        engines.wait_healthy(30, after=generation)
+        engines.wait_healthy(60, after=generation)
         assert engines.run("rank, x, y", once=True).values == {0: (0, 7, 5), 1: (1, 7, 5)}
         lacks = engines.status()[1].not_restored
         assert list(lacks) == ["cell 'import os, signal'"]
@@ -504,7 +502,7 @@ def test_the_last_words_are_those_of_the_engine_that_died(cluster):
     engines.run("print('the first')", ranks=1, once=True)
     generation = engines.generation
     engines.kill(1)
-    engines.wait_healthy(30, after=generation)
+    engines.wait_healthy(60, after=generation)
     with pytest.raises(nbdist.EngineDied) as died:
         engines.run("print('the second')\nimport os\nos._exit(3)", ranks=1, once=True)
     text = "\n".join(died.value.last_lines)

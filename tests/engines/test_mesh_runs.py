@@ -26,7 +26,6 @@ trainer = make()
 """
 
 
-@pytest.mark.timeout(180)
 def test_a_stage_that_is_lost_comes_from_its_twin(cluster, until):
     """Killed in the middle of a pass perhaps, or of a sum; the curve is that of an undisturbed
     run."""

@@ -76,7 +76,7 @@ def lose(engines, run, until, seed):
     engines.run(f"{ARM}\narm({moment!r}, {step}, {count})", ranks=victim, once=True)
     engines.wait_healthy(60, after=generation + 1)
     mark = run.num_committed + 5
-    until(lambda: len(run.history["step"]) >= mark, 30, lambda: f"{run} goes on after {moment}")
+    until(lambda: len(run.history["step"]) >= mark, 60, lambda: f"{run} goes on after {moment}")
     return moment, victim
 
 
@@ -102,7 +102,6 @@ def begin(engines, until):
     return run
 
 
-@pytest.mark.timeout(180)
 def test_stages_that_are_lost_in_mid_step_leave_no_trace(cluster, until):
     """One in its backward passes, one before the optimizer's step, which others may have taken."""
     engines = cluster(4)

@@ -36,7 +36,6 @@ def make(strategy):
 """
 
 
-@pytest.mark.timeout(150)
 def test_a_model_that_no_engine_can_hold_trains_as_a_pipeline(cluster):
     """One engine says that it cannot, and what could; four under the same limit train it."""
     one = cluster(1)

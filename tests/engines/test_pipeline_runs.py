@@ -33,7 +33,6 @@ def passed(run, step):
     return len(run.history["step"]) >= step
 
 
-@pytest.mark.timeout(150)
 def test_a_stage_that_is_lost_comes_back(cluster, until):
     """Each rank is killed in turn, at random moments: the curve is that of an undisturbed run, bit
     for bit, and no more steps are done again than lie between two copies."""
@@ -42,12 +41,12 @@ def test_a_stage_that_is_lost_comes_back(cluster, until):
     run = engines.train("trainer", steps=1_000_000)
     for number in range(4):
         before, mark = engines.generation, len(run.history["step"]) + moment.randrange(7, 20)
-        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
         time.sleep(moment.random() * 0.02)
         engines.kill(number % 2)
-        engines.wait_healthy(30, after=before + 1)
+        engines.wait_healthy(60, after=before + 1)
     mark = len(run.history["step"]) + 20
-    until(lambda: passed(run, mark), 20, "the run goes on")
+    until(lambda: passed(run, mark), 60, "the run goes on")
     run.stop()
     num_steps = len(run.history["step"])
     training.check_steps(run)
@@ -57,18 +56,17 @@ def test_a_stage_that_is_lost_comes_back(cluster, until):
     assert all(i.steps_repeated <= 6 for i in run.incidents), run.incidents
 
 
-@pytest.mark.timeout(90)
 def test_without_copies_a_lost_stage_ends_the_run(cluster, until):
     """It never hangs and never trains on with other weights: the sentence says what was lost."""
     engines = cluster(2)
     engines.run(CELL)
     engines.run("trainer = make(strategy=Pipeline(2, '1f1b', 4, copy_every=0))")
     run = engines.train("trainer", steps=1_000_000)
-    until(lambda: passed(run, 5), 20, "the run goes on")
+    until(lambda: passed(run, 5), 60, "the run goes on")
     engines.kill(1)
     with pytest.raises(nbdist.RecoveryFailed, match=r"stages \[1\] were lost with the weights"):
-        run.wait(40)
-    engines.wait_healthy(30)
+        run.wait(60)
+    engines.wait_healthy(60)
     assert set(engines.run("rank", once=True).values.values()) == {0, 1}
 
 
@@ -80,36 +78,38 @@ for step in trainer.steps(80):
 """
 
 
-@pytest.mark.timeout(90)
 def test_an_own_loop_lives_through_a_loss(cluster, background, until):
     """The newcomer goes into the same loop, and comes out of it with the others."""
     engines = cluster(2)
     engines.run(CELL)
     cell = background(engines.run, LOOP)
-    until(lambda: engines.runs and passed(engines.runs[-1], 15), 20, "the cell trains")
+    until(lambda: engines.runs and passed(engines.runs[-1], 15), 60, "the cell trains")
     engines.kill(1)
-    assert cell.result(40).outputs is not None
+    assert cell.result(60).outputs is not None
     run = engines.runs[-1]
     assert len(run.history["step"]) == 80
     np.testing.assert_array_equal(run.history["loss"], training.undisturbed(engines, 80))
 
 
-@pytest.mark.timeout(90)
 def test_a_stage_that_is_lost_between_two_runs_comes_back(cluster):
-    """The next run begins with all ranks going back to their copies."""
+    """The next run begins with all ranks going back to their copies. What it planned and what was
+    measured can be looked at."""
     engines = cluster(2)
     engines.run(CELL)
-    first = engines.train("trainer", steps=18).wait(40).history["loss"]
+    first = engines.train("trainer", steps=18).wait(60).history["loss"]
     before = engines.generation
     engines.kill(1)
-    engines.wait_healthy(30, after=before + 1)
-    second = engines.train("trainer", steps=6).wait(40).history
+    engines.wait_healthy(60, after=before + 1)
+    second = engines.train("trainer", steps=6).wait(60).history
     assert second["step"].tolist() == list(range(18, 24))
     losses = training.undisturbed(engines, 24)
     np.testing.assert_array_equal(np.concatenate([first, second["loss"]]), losses)
+    for run in engines.runs[:2]:
+        text = run.figure("pipeline").text
+        assert "the bubble is" in text
+        assert "planned are 20% = (p−1)/(m+p−1) with p = 2, m = 4" in text
 
 
-@pytest.mark.timeout(120)
 def test_a_seat_that_stays_empty_has_the_model_cut_anew(cluster, until):
     """Three stages, one lost: two ranks train on, from copies; with a third again they are three.
     The curve is that of a run of one size, bit for bit."""
@@ -117,11 +117,11 @@ def test_a_seat_that_stays_empty_has_the_model_cut_anew(cluster, until):
     mine = "make(strategy=Pipeline(world_size, '1f1b', 6, copy_every=5))"
     engines.run(CELL.replace("trainer = make()", f"trainer = {mine}"))
     run = engines.train("trainer", steps=1_000_000)
-    until(lambda: passed(run, 12), 30, "the run goes on")
+    until(lambda: passed(run, 12), 60, "the run goes on")
     engines.kill(1)
-    until(lambda: set(run.history["world_size"][-3:]) == {2}, 40, "two ranks train on")
+    until(lambda: set(run.history["world_size"][-3:]) == {2}, 60, "two ranks train on")
     engines.scale(3)
-    until(lambda: set(run.history["world_size"][-3:]) == {3}, 40, "three ranks train on")
+    until(lambda: set(run.history["world_size"][-3:]) == {3}, 60, "three ranks train on")
     run.stop()
     training.check_steps(run)
     num_steps = len(run.history["step"])
@@ -131,7 +131,6 @@ def test_a_seat_that_stays_empty_has_the_model_cut_anew(cluster, until):
     assert lost.steps_repeated <= 6, lost
 
 
-@pytest.mark.timeout(180)
 def test_stages_are_given_back_one_after_the_other(cluster, until):
     """Four engines become two in mid-run, of which each leaves its stages to others: the curve is
     that of a run of one size, bit for bit."""

@@ -19,7 +19,6 @@ def to_an_outer_step(engines, num_steps):
     return run
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -74,7 +73,6 @@ def test_killed_stopped_filled_and_grown(cluster, until, strategy):
     assert np.mean(losses[-20:]) == pytest.approx(np.mean(whole[-20:]), rel=0.15)
 
 
-@pytest.mark.timeout(120)
 def test_without_a_loss_every_sample_counts_once(cluster):
     """What ranks have trained on apart is in the mean, each sample with its weight."""
     engines = cluster(3)

@@ -41,7 +41,7 @@ def goes_on(until):
 
     def check(run):
         mark = len(run.history["step"]) + 3
-        until(lambda: len(run.history["step"]) >= mark, 10, lambda: f"{run} goes on")
+        until(lambda: len(run.history["step"]) >= mark, 60, lambda: f"{run} goes on")
         assert run.state == "running"
 
     return check
@@ -158,7 +158,7 @@ def test_a_run_is_driven(trained):
     run.stop()
     assert (run.state, run.wait(0)) == ("stopped", run)
     done = len(run.history["step"])
-    following = trained.train("trainer", steps=5).wait(20)
+    following = trained.train("trainer", steps=5).wait(60)
     assert following.history["step"].tolist() == list(range(done, done + 5))
 
     async def await_one():
@@ -200,7 +200,7 @@ class Holes(Data):
     run = trained.train("trainer", steps=20)
     begun = time.monotonic()
     with pytest.raises(nbdist.CellFailed, match=r"OSError: no more \(rank \d\)") as caught:
-        run.wait(20)
+        run.wait(60)
     step = same(trained, "(trainer.step, trainer.digest())")[0]
     assert time.monotonic() - begun < FREE_S
     ((rank, error),) = caught.value.errors.items()
@@ -211,7 +211,7 @@ class Holes(Data):
     assert run.state == "failed"
     assert step in (6, 7)
     trained.run("fails = False")
-    assert trained.train("trainer", steps=10).wait(20).history["step"].tolist()[0] == step
+    assert trained.train("trainer", steps=10).wait(60).history["step"].tolist()[0] == step
     training.check_replicas(trained)
 
 
@@ -225,7 +225,7 @@ def test_two_at_once_when_a_cell_begins(trained, goes_on, background, pids):
     for rank in (0, 3):
         os.kill(found[rank], signal.SIGKILL)
     with contextlib.suppress(nbdist.CellFailed):
-        cell.result(10)
+        cell.result(60)
     trained.wait_healthy(timeout=20, after=generation)
     goes_on(run)
     run.stop()

@@ -12,7 +12,6 @@ def passed(run, step):
     return len(run.history["step"]) >= step
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "topk", "powersgd"])
 def test_killed_stopped_filled_and_grown(cluster, until, name):
     """Every step once, equal replicas throughout, the loss of a run that sends everything."""
@@ -22,26 +21,26 @@ def test_killed_stopped_filled_and_grown(cluster, until, name):
 
     def go_on(num=15):
         mark = len(run.history["step"]) + num
-        until(lambda: passed(run, mark), 20, "the run goes on")
+        until(lambda: passed(run, mark), 60, "the run goes on")
 
     go_on()
     for rank in (1, 0):
         before = engines.generation
         engines.kill(rank)
-        engines.wait_healthy(30, after=before + 1)
+        engines.wait_healthy(60, after=before + 1)
         go_on()
     run.pause()
     training.check_replicas(engines)
     run.resume()
     before = engines.generation
     engines.kill(1, signal="STOP")
-    engines.wait_healthy(30, after=before + 1)
+    engines.wait_healthy(60, after=before + 1)
     go_on()
     engines.scale(3)
     go_on()
     engines.kill(2)
     go_on()
-    engines.wait_healthy(30)
+    engines.wait_healthy(60)
     engines.scale(2)
     go_on()
     run.stop()
@@ -72,16 +71,16 @@ def test_the_last_one_trains_alone_for_a_while(cluster, until):
 
     def go_on():
         mark = len(run.history["step"]) + 10
-        until(lambda: passed(run, mark), 20, "the run goes on")
+        until(lambda: passed(run, mark), 60, "the run goes on")
 
     go_on()
     assert all(v > 0 for v in engines.run(left, once=True).values.values())
     engines.kill(0)
-    until(lambda: run.history["world_size"][-1] == 1, 20, "it is alone")
+    until(lambda: run.history["world_size"][-1] == 1, 60, "it is alone")
     go_on()
     assert engines.run(left, once=True).values == {0: 0}
     engines.scale(2)
-    until(lambda: run.history["world_size"][-1] == 2, 20, "another one has come")
+    until(lambda: run.history["world_size"][-1] == 2, 60, "another one has come")
     go_on()
     assert all(v > 0 for v in engines.run(left, once=True).values.values())
     run.stop()

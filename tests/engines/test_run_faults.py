@@ -46,7 +46,6 @@ def passed(run, step):
     return len(run.history["step"]) >= step
 
 
-@pytest.mark.timeout(180)
 def test_twenty_kills(cluster, until):
     """Twenty kills at random moments, rank 0 among them, each when the world is whole again: every
     step and sample once, the loss of an undisturbed run, and hardly a pause (C15, C18, R1, R20)."""
@@ -55,11 +54,11 @@ def test_twenty_kills(cluster, until):
     for number in range(20):
         before = engines.generation
         mark = len(run.history["step"]) + moment.randrange(2, 12)
-        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
         time.sleep(moment.random() * 0.02)  # anywhere in a step
         begun = time.monotonic()
         engines.kill(number % 4)
-        engines.wait_healthy(30, after=before + 1)
+        engines.wait_healthy(60, after=before + 1)
         assert time.monotonic() - begun < REFILL_S
     run.stop()
     num_steps = len(run.history["step"])
@@ -82,7 +81,7 @@ def test_scaled_in_mid_run(cluster, until):
     run = begin(engines, 200)
     for size in (4, 3, 4):
         mark = len(run.history["step"]) + 5
-        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
         engines.scale(size)
     check(engines, run, 200)
     assert set(run.history["world_size"]) == {2, 3, 4}
@@ -95,7 +94,7 @@ def test_shrink(cluster, until):
     """With policy shrink the seat stays empty, and the survivors train on the whole batch."""
     engines = cluster(3, policy="shrink")
     run = begin(engines, 100)
-    until(lambda: passed(run, 20), 20, "the run goes on")
+    until(lambda: passed(run, 20), 60, "the run goes on")
     engines.kill(1)
     check(engines, run, 100)
     assert run.history["world_size"][[0, -1]].tolist() == [3, 2]
@@ -109,7 +108,7 @@ def test_stopped(cluster, until, moment):
         training.CELL if moment == "anywhere" else training.CELL + "trainer = make(data=Data(5e-4))"
     )
     run = begin(engines, 150, code)
-    until(lambda: passed(run, 20), 30, "the run goes on")
+    until(lambda: passed(run, 20), 60, "the run goes on")
     engines.kill(2, signal="STOP")
     check(engines, run, 150)
     hung = [i for i in run.incidents if i.kind == "hung"]
@@ -121,7 +120,7 @@ def test_two_at_once(cluster, until):
     """Two killed in one step, rank 0 among them (R10)."""
     engines = cluster(4)
     run = begin(engines, 200)
-    until(lambda: passed(run, 20), 20, "the run goes on")
+    until(lambda: passed(run, 20), 60, "the run goes on")
     engines.kill([0, 2])
     check(engines, run, 200)
     assert max(stalls(run, "lost")) <= WORST_STALL_S
@@ -131,7 +130,7 @@ def watch_log(engines, words, until):
     """Wait until the supervisor's log has these words once more."""
     log = engines.logs / "supervisor.log"
     before = log.read_text().count(words)
-    until(lambda: log.read_text().count(words) > before, 20, lambda: f"{words!r} in {log}")
+    until(lambda: log.read_text().count(words) > before, 60, lambda: f"{words!r} in {log}")
 
 
 @pytest.mark.parametrize("second", [1, 0])
@@ -140,7 +139,7 @@ def test_killed_while_the_group_forms(cluster, until, second):
     engines = cluster(4)
     run = begin(engines, 200)
     pids = {s.rank: s.pid for s in engines.status()}
-    until(lambda: passed(run, 20), 20, "the run goes on")
+    until(lambda: passed(run, 20), 60, "the run goes on")
     log = engines.logs / "supervisor.log"
     formed = log.read_text().count("forming")
     os.kill(pids[3], signal.SIGKILL)
@@ -152,7 +151,6 @@ def test_killed_while_the_group_forms(cluster, until, second):
     assert max(stalls(run, "lost")) <= WORST_STALL_S
 
 
-@pytest.mark.timeout(120)
 def test_a_second_death_at_every_moment(cluster, until):
     """Of any rank, newcomers too: with the first one, while members leave the group, form the next,
     are given the state, train again. Every step and sample once, and no long pause."""
@@ -161,10 +159,10 @@ def test_a_second_death_at_every_moment(cluster, until):
     log = engines.logs / "supervisor.log"
     for phase in ("", "breaking", "forming", "restoring", "running"):
         mark = len(run.history["step"]) + moment.randrange(2, 8)
-        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
         seen, first = log.stat().st_size, moment.choice(engines.status()).pid
         os.kill(first, signal.SIGKILL)
-        until(lambda seen=seen, p=phase: p.encode() in log.read_bytes()[seen:], 20, phase)
+        until(lambda seen=seen, p=phase: p.encode() in log.read_bytes()[seen:], 60, phase)
         time.sleep(moment.random() * 0.02)
         alive = [s.pid for s in engines.status() if s.rank is not None and s.pid != first]
         second = moment.choice(alive)
@@ -176,7 +174,7 @@ def test_a_second_death_at_every_moment(cluster, until):
             30,
             lambda: f"the world is whole: {engines.status()}",
         )
-    engines.wait_healthy(30)
+    engines.wait_healthy(60)
     run.stop()
     num_steps = len(run.history["step"])
     training.check_steps(run)
@@ -193,15 +191,15 @@ def test_killed_in_the_hand_over(cluster, until, who):
     (C23, R17)."""
     engines = cluster(3)
     run = begin(engines, 300, training.CELL + "ballast = torch.ones(8_000_000) * 3\n")
-    until(lambda: passed(run, 20), 20, "the run goes on")
+    until(lambda: passed(run, 20), 60, "the run goes on")
     donor = next(s.pid for s in engines.status() if s.rank == 0)
     log = engines.logs / "supervisor.log"
     restoring = log.read_text().count("restoring")
     engines.kill(2)
-    until(lambda: log.read_text().count("restoring") > restoring, 20, "a hand-over")
+    until(lambda: log.read_text().count("restoring") > restoring, 60, "a hand-over")
     victim = donor if who == "donor" else next(s.pid for s in engines.status() if s.slot == 2)
     os.kill(victim, signal.SIGKILL)
-    engines.wait_healthy(30)
+    engines.wait_healthy(60)
     check(engines, run, 300)
     assert engines.run("float(ballast.sum())", once=True).values == dict.fromkeys(range(3), 24e6)
 
@@ -217,11 +215,11 @@ def test_short_runs(cluster):
         pause_s = 0.3 if number < 2 else moment.random() * 0.1
         death = threading.Timer(pause_s, os.kill, (victim, signal.SIGKILL))
         death.start()
-        run = engines.train("trainer", steps=steps).wait(30)
+        run = engines.train("trainer", steps=steps).wait(60)
         death.join()
         training.check_steps(run, first=num_steps)
         num_steps += steps
-        engines.wait_healthy(30, after=before + 1)
+        engines.wait_healthy(60, after=before + 1)
         training.check_replicas(engines)
         held = engines.run("trainer.step", once=True).values
         assert held == dict.fromkeys(range(3), num_steps)
@@ -249,10 +247,10 @@ def test_a_state_that_cannot_be_handed_over(cluster, until):
     held = {s.slot: s.pid for s in engines.status() if s.slot != 1}
     engines.run("odd.part = threading.Lock()", once=True)
     engines.kill(1)
-    until(lambda: engines.status()[1].state == "given up", 20, "the seat is given up")
+    until(lambda: engines.status()[1].state == "given up", 60, "the seat is given up")
     assert "cannot pickle" in engines.status()[1].not_restored["(the seat)"]
     mark = len(run.history["step"]) + 5
-    until(lambda: passed(run, mark), 20, "the run goes on")
+    until(lambda: passed(run, mark), 60, "the run goes on")
     engines.run("odd.part = 3", once=True)
     engines.scale(3)
     run.stop()
@@ -277,7 +275,7 @@ trainer = make(model=Large)
 """
     )
     run = begin(engines, 60, code)
-    until(lambda: passed(run, 10), 30, "the run goes on")
+    until(lambda: passed(run, 10), 60, "the run goes on")
     engines.kill(1)
     check(engines, run, 60)
     joined = next(i for i in run.incidents if i.kind == "joined")
@@ -296,10 +294,10 @@ def test_busy_kernel(kernel, until):
     notebook.begin(
         "do", "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
     )
-    until(lambda: time.monotonic() > begun + 1, 5, "the kernel is busy")
+    until(lambda: time.monotonic() > begun + 1, 60, "the kernel is busy")
     os.kill(victim, signal.SIGKILL)
     notebook._answer("a busy kernel")
-    notebook.do("c.wait_healthy(10)")
+    notebook.do("c.wait_healthy(60)")
     incidents = notebook.ask("[[i.kind, i.stall_s] for i in run.incidents]")
     assert [kind for kind, _ in incidents] == ["lost", "joined"]
     assert incidents[0][1] <= STALL_S
@@ -310,9 +308,9 @@ def test_killed_supervisor(cluster, until):
     """The supervisor dies in mid-run: the run goes on, its record is whole, orders work (F21)."""
     engines = cluster(3)
     run = begin(engines, 300)
-    until(lambda: passed(run, 20), 20, "the run goes on")
+    until(lambda: passed(run, 20), 60, "the run goes on")
     engines._link._supervisor.kill()
-    until(lambda: passed(run, 60), 20, "the run goes on")
+    until(lambda: passed(run, 60), 60, "the run goes on")
     engines.kill(0)
     check(engines, run, 300)
 
@@ -321,10 +319,10 @@ def test_all_lost(cluster, until):
     """Nobody is left: the run fails, and says why."""
     engines = cluster(2)
     run = begin(engines, 100_000)
-    until(lambda: passed(run, 10), 20, "the run goes on")
+    until(lambda: passed(run, 10), 60, "the run goes on")
     engines.kill([0, 1])
     with pytest.raises(nbdist.RecoveryFailed):
-        run.wait(20)
+        run.wait(60)
     assert run.state == "failed"
     assert len(run.history["step"]) >= 10
 
@@ -333,7 +331,7 @@ def test_minimum_world(cluster, until):
     """Below min_world the run waits for the seat to be filled, and then goes on."""
     engines = cluster(2, min_world=2)
     run = begin(engines, 100)
-    until(lambda: passed(run, 10), 20, "the run goes on")
+    until(lambda: passed(run, 10), 60, "the run goes on")
     engines.kill(1)
     check(engines, run, 100)
     assert set(run.history["world_size"]) == {2}
@@ -355,9 +353,9 @@ def test_nothing_grows(cluster, until):
     for _ in range(8):
         before = engines.generation
         engines.kill(2)
-        engines.wait_healthy(30, after=before + 1)
+        engines.wait_healthy(60, after=before + 1)
         mark = len(run.history["step"]) + 5
-        until(lambda mark=mark: passed(run, mark), 20, "the run goes on")
+        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
         sizes.append(traces())
     run.stop()
     assert sizes[-1][0] <= sizes[2][0] + 3
@@ -373,7 +371,7 @@ def test_lost_between_runs(cluster, num_engines):
     begin(engines, 20).wait(60)
     before = engines.generation
     engines.kill(1)
-    engines.wait_healthy(30, after=before + 1)
+    engines.wait_healthy(60, after=before + 1)
     training.check_replicas(engines)
     assert not any(seat.not_restored for seat in engines.status())
     run = engines.train("trainer", steps=20).wait(60)

@@ -49,9 +49,9 @@ def loop(background, until):
     def begin(engines, code, at=10):
         known = len(engines.runs)
         cell = background(engines.run, code)
-        until(lambda: len(engines.runs) > known, 20, "the cell trains")
+        until(lambda: len(engines.runs) > known, 60, "the cell trains")
         run = engines.runs[known]
-        until(lambda: len(run.history["step"]) >= at, 20, "steps are committed")
+        until(lambda: len(run.history["step"]) >= at, 60, "steps are committed")
         return run, cell
 
     return begin
@@ -68,7 +68,7 @@ def lose_some(pids, until):
             os.kill(found[rank], signal.SIGKILL)
         engines.wait_healthy(timeout=20, after=generation + 1)
         mark = len(run.history["step"]) + 5
-        until(lambda: len(run.history["step"]) >= mark, 20, "the loop goes on")
+        until(lambda: len(run.history["step"]) >= mark, 60, "the loop goes on")
 
     return lose
 
@@ -76,7 +76,7 @@ def lose_some(pids, until):
 def finish(run, cell):
     """Stop a loop; the outcome of its cell, and how many steps it has trained."""
     run.stop()
-    return cell.result(20), len(run.history["step"])
+    return cell.result(60), len(run.history["step"])
 
 
 def values(engines, code):
@@ -160,7 +160,7 @@ def test_after_a_loop(looped, loop, lose_some, pids):
     assert not any("cell" in name for name in missing)
     looped.run(f"for step in train(trainer, 5): assert step.number >= {num}")
     training.check_replicas(looped)
-    assert looped.train("trainer", steps=5).wait(20).first_step == num + 5
+    assert looped.train("trainer", steps=5).wait(60).first_step == num + 5
 
 
 def test_two_loops_with_scheduler_and_evaluation(looped, loop, lose_some, until):
@@ -173,7 +173,7 @@ def test_two_loops_with_scheduler_and_evaluation(looped, loop, lose_some, until)
     first, cell = loop(looped, one + one + "trainer.step", at=5)
     lose_some(looped, first, 3)
     first.stop()
-    until(lambda: looped.runs[-1] is not first, 20, "the second loop")
+    until(lambda: looped.runs[-1] is not first, 60, "the second loop")
     second = looped.runs[-1]
     lose_some(looped, second, 0)
     result, _ = finish(second, cell)
@@ -197,11 +197,11 @@ def test_a_loop_follows_the_size_of_the_world(cluster, loop, until):
     )
     run, cell = loop(engines, code)
     engines.scale(3)
-    until(lambda: run.history["world_size"][-1] == 3, 20, "it goes on with three")
+    until(lambda: run.history["world_size"][-1] == 3, 60, "it goes on with three")
     engines.kill(1)
-    until(lambda: run.history["world_size"][-1] == 2, 20, "it goes on with two")
+    until(lambda: run.history["world_size"][-1] == 2, 60, "it goes on with two")
     engines.scale(1)
-    result = cell.result(20)
+    result = cell.result(60)
     num = len(run.history["step"])
     assert result.values == {0: (0, 0, num, num)}
     assert {note.partition(" has no")[0] for note in result.notes} == {
@@ -217,7 +217,7 @@ def test_all_leave_a_loop_early(looped):
     looped.run("trainer = make()")
     code = "for step in train(trainer, 50):\n    if step.number == 9: break\ntrainer.step"
     assert looped.run(code).values == dict.fromkeys(range(4), 10)
-    assert looped.runs[-1].wait(5).state == "stopped"
+    assert looped.runs[-1].wait(60).state == "stopped"
     assert looped.run("[s.number for s in train(trainer, 2)]").values[3] == [10, 11]
 
 
@@ -230,7 +230,7 @@ def test_one_leaves_a_loop_early(looped):
         looped.run("for step in train(trainer, 50):\n    if step.number == 9 and rank == 2: break")
     assert time.monotonic() - begun < LEAVE_S
     with pytest.raises(nbdist.WrongState, match="rank 2 left"):
-        looped.runs[-1].wait(5)
+        looped.runs[-1].wait(60)
     assert values(looped, "(trainer.step, trainer.digest())")[0] == 10
     looped.run("for step in train(trainer, 2): pass")
 
@@ -264,7 +264,7 @@ def test_one_raises_in_a_loop(looped, place):
     assert "nbdist" not in text
     run = looped.runs[-1]
     with pytest.raises(nbdist.CellFailed, match="bad sample"):
-        run.wait(5)
+        run.wait(60)
     step = values(looped, "(trainer.step, trainer.digest())")[0]
     assert step == len(run.history["step"])
     assert looped.run("[s.number for s in train(trainer, 2)]").values[0] == [step, step + 1]
@@ -291,7 +291,7 @@ def test_a_loop_is_interrupted(looped):
                 looped.run("for step in train(trainer, 100_000): pass")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        assert looped.runs[-1].wait(5).state == "stopped"
+        assert looped.runs[-1].wait(60).state == "stopped"
         step = values(looped, "(trainer.step, trainer.digest())")[0]
         assert looped.run("[s.number for s in train(trainer, 2)]").values[1] == [step, step + 1]
     signal.signal(signal.SIGALRM, old)
@@ -300,7 +300,7 @@ def test_a_loop_is_interrupted(looped):
 def test_a_loop_that_a_cell_leaves_open(looped):
     """It is over with the cell: nobody is waited for, and the next loop begins anew."""
     looped.run("trainer = make()\nkept = train(trainer, 50)\nnext(kept).number")
-    assert looped.runs[-1].wait(5).state == "stopped"
+    assert looped.runs[-1].wait(60).state == "stopped"
     assert looped.run("[s.number for s in train(trainer, 2)]").values[2] == [1, 2]
     assert looped.run("list(kept)").values[0] == []
 
@@ -321,12 +321,11 @@ def test_a_loss_that_is_not_a_number_on_one_rank(looped, is_own):
             "        for x, y in step.batches(): step.backward(sick(trainer.model(x), y))"
         )
     else:
-        looped.train("trainer", steps=8).wait(20)
+        looped.train("trainer", steps=8).wait(60)
     assert values(looped, "(trainer.step, trainer.num_skipped, trainer.digest())")[:2] == (8, 1)
     assert np.isnan(looped.runs[-1].history["loss"]).tolist() == [n == 4 for n in range(8)]
 
 
-@pytest.mark.timeout(180)
 def test_fifty_join_at_random_moments(looped, loop, pids, until):
     """A newcomer of a loop never meets another collective than its own: the generation decides who
     is in a group (R9, T35, T23)."""
@@ -336,7 +335,7 @@ def test_fifty_join_at_random_moments(looped, loop, pids, until):
     for number in range(50):
         generation = looped.generation
         mark = len(run.history["step"]) + moment.randrange(8)
-        until(lambda mark=mark: len(run.history["step"]) >= mark, 20, "the loop goes on")
+        until(lambda mark=mark: len(run.history["step"]) >= mark, 60, "the loop goes on")
         os.kill(pids(looped)[number % 4], signal.SIGKILL)
         looped.wait_healthy(timeout=20, after=generation + 1)
     result, num = finish(run, cell)

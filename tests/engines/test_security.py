@@ -141,7 +141,7 @@ def test_garbage(four, outsider, until):
         for message in garbage:
             sender.send(message)
     log = four.logs / "supervisor.log"
-    until(lambda: all(name in log.read_text() for name in names), 5, log.read_text)
+    until(lambda: all(name in log.read_text() for name in names), 60, log.read_text)
     check_unharmed(four, supervisor, generation)
     assert "ZeroDivisionError" not in log.read_text()
 

@@ -28,7 +28,6 @@ trainer = make()
 """
 
 
-@pytest.mark.timeout(180)
 def test_panels_that_are_lost_come_back(cluster, until):
     """Killed in the middle of a pass perhaps, where the others wait within torch; the curve is
     that of an undisturbed run."""

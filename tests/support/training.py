@@ -140,12 +140,12 @@ def kill_each(engines, until, cell, num_kills, seed):
     run = engines.train("trainer", steps=1_000_000)
     for number in range(num_kills):
         before, mark = engines.generation, len(run.history["step"]) + moment.randrange(7, 20)
-        until(lambda mark=mark: passed(run, mark), 40, "the run goes on")
+        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
         time.sleep(moment.random() * 0.02)  # the moment is not to be that of a commit
         engines.kill(number % engines.world_size)
-        engines.wait_healthy(40, after=before + 1)
+        engines.wait_healthy(60, after=before + 1)
     mark = len(run.history["step"]) + 12
-    until(lambda: passed(run, mark), 40, "the run goes on")
+    until(lambda: passed(run, mark), 60, "the run goes on")
     run.stop()
     check_steps(run)
     losses = undisturbed(engines, len(run.history["step"]))

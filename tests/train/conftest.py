@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.parallel
 
 CONTEXT = multiprocessing.get_context("fork")
-LIMIT_S = 40.0
+LIMIT_S = 120.0
 GROUP_TIMEOUT = timedelta(seconds=20)
 GRACE_S = 2.0
 """For the other ranks, when one has failed."""

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
 from nbdist.engine.emit import RING
+from nbdist.protocol.plans import unpacked
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.train import Pipeline, Trainer
 from nbdist.train.strategies import actions, schedules, torch_pipeline
@@ -65,6 +66,12 @@ def test_what_is_planned_is_what_is_done(together, name):
     for rank, (told, data) in enumerate(together(2, planned)):
         assert actions.check(actions.parse(told), stages, 4)
         records = np.frombuffer(data, RECORD)
+        mine = records[records["kind"] == Kind.PLANNED]
+        assert set(mine["step"].tolist()) == {0}  # once in a group
+        assert mine["ident"].tolist() == list(range(len(told[rank])))
+        ordered = [unpacked(value) for value in mine["value"].tolist()]
+        assert [str(action) for action, _ in ordered] == told[rank]
+        assert {num_stages for _, num_stages in ordered} == {stages}
         for step in range(2):
             mine = records[(records["step"] == step) & np.isin(records["kind"], COMPUTED)]
             done = [f"{int(r['value'])}{letters[r['kind']]}{r['ident']}" for r in mine]

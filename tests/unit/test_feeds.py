@@ -7,6 +7,7 @@ import tracemalloc
 import msgspec
 import numpy as np
 import pytest
+from piped import orders
 
 from nbdist.config import ClusterConfig
 from nbdist.protocol import feed as fd
@@ -23,6 +24,7 @@ from nbdist.protocol.frames import (
     Header,
     unpack,
 )
+from nbdist.protocol.plans import packed
 from nbdist.protocol.story import ROWS, Evaluation
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.protocol.topology import Member, Membership
@@ -41,7 +43,7 @@ from nbdist.supervisor.series import Series
 from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import view_of
 
-ALL = ("overview", "ranks", "loss", "throughput", "sync", "membership")
+ALL = ("overview", "ranks", "loss", "throughput", "sync", "pipeline", "membership")
 SUBSCRIBE = fd.Subscribe(name="v", views=ALL)
 START = 1_000.0
 MS = 1_000_000
@@ -326,9 +328,50 @@ def test_a_step_of_a_pipeline_has_spans_and_no_buckets(house, made_up):
         engine.put(Kind.SEND, ident=2, value=64.0)
     house.collector.take(engine.batch(), 1)
     house.wait(1)
-    assert house.client.column("spans.kind") == [3, 10, 11]
-    assert set(house.client.column("spans.ident")) == {2}
+    assert house.client.column("spans.kind") == [3, 10, 11, Kind.SEND, Kind.RECEIVE]
+    assert house.client.column("spans.ident") == [2, 2, 2, 3, 3]
+    assert house.client.column("spans.value") == [1, 1, 1, 192, 192]
     assert house.client.column("buckets.bucket") == []
+
+
+def test_a_step_of_a_pipeline_is_told_whole_though_it_is_large(house, made_up):
+    """With some of its ranks only it says little; a step of another run has no such right."""
+    house.begin()
+    engines = [made_up(slot) for slot in range(4)]
+    for step, kinds in enumerate([(Kind.FORWARD,), (Kind.FORWARD, Kind.SEND)]):
+        for engine in engines:
+            engine.now_ns = int(house.now * 1e9)
+            engine.ring.begin_step(step, 1)
+            for number in range(100):
+                for kind in kinds:
+                    engine.put(kind, ident=number, value=1.0)
+            house.collector.take(engine.batch(), 1)
+        house.wait(1)
+    for step, expected in ((0, 200), (1, 404)):
+        series = Series(max_mb=4)
+        for engine in engines:
+            timelines = house.collector.series.last_steps(engine.slot)
+            series.add(engine.slot, timelines[step].records)
+        spans = DetailReader(0.0).read(series, house.now, 250)["spans"]
+        assert len(spans["step"]) == expected
+
+
+def test_a_plan_is_in_a_snapshot_and_told_once(house, made_up):
+    """Only of the present run, and to those who want it."""
+    house.begin()
+    for rank in range(2):
+        engine = made_up(rank)
+        engine.now_ns = int(house.now * 1e9)
+        engine.ring.begin_step(0, 1)
+        for place, action in enumerate(orders(2, 2)[rank]):
+            engine.put(Kind.PLANNED, ident=place, value=packed(action, 2))
+        house.collector.take(engine.batch(), 1)
+    house.order(SUBSCRIBE)
+    house.wait(3)
+    column = house.client.column
+    assert column("plans.slot") == [0] * 4 + [1] * 4
+    assert column("plans.kind") == [3, 3, 4, 4, 3, 4, 3, 4]
+    assert column("plans.began") == [0, 1, 4, 7, 1, 2, 4, 5]
 
 
 def test_telemetry_from_before_the_run_is_not_in_it(house, made_up):

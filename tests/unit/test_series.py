@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -265,3 +267,17 @@ def test_bytes_are_those_that_are_really_taken():
     taken = sum(w._kept.nbytes for w in windows) + sum(s.records.nbytes for s in steps)
     taken += MAX_WAITING * RECORD.itemsize
     assert series.num_bytes == taken
+
+
+def test_another_run_in_the_same_group_has_steps_of_its_own(made_up):
+    """They have the numbers of those before, which are over."""
+    engine, series = made_up(0), Series(max_mb=4)
+    for _ in range(2):
+        for step in range(2):
+            engine.step(step)
+        series.add(0, engine.records())
+    steps = series.last_steps(0)
+    assert [timeline.key.step for timeline in steps] == [0, 1, 0, 1]
+    assert len({len(timeline.records) for timeline in steps}) == 1
+    for first, second in pairwise(steps):
+        assert first.records["t1_ns"].max() <= second.records["t0_ns"].min()

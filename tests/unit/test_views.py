@@ -17,6 +17,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from msgspec import structs
+from piped import PipedRun
 from stories import synthetic_story
 
 from nbdist._version import __version__
@@ -302,7 +303,8 @@ def test_a_long_line_keeps_its_extremes():
 def test_a_chart_that_does_not_exist_is_refused():
     """The error lists those that do."""
     with pytest.raises(
-        ValueError, match="no chart 'lose': there are loss, throughput, world, sync, membership"
+        ValueError,
+        match="no chart 'lose': there are loss, throughput, world, sync, pipeline",
     ):
         figure(make_story(), "lose")
 
@@ -347,7 +349,7 @@ def test_lanes_that_nothing_is_known_of_say_why(name):
 @pytest.mark.parametrize("name", LANE_NAMES)
 def test_lanes_are_drawn_by_bokeh_too(name):
     """As many bars, with the names of the slots."""
-    story = synthetic_story()
+    story = synthetic_story(PipedRun(length_s=4.0) if name == "pipeline" else None)
     chart, shown = figure(story, name), lanes(story, name)
     assert len(chart.renderers[0].data_source.data["left"]) == len(shown.bars) > 10
     assert tuple(chart.yaxis[0].major_label_overrides.values()) == shown.names
@@ -517,6 +519,7 @@ def test_a_chart_has_a_bokeh_figure_and_a_name():
     """The one that reports hold; other names are refused."""
     assert Chart(make_story(), "loss").bokeh.renderers
     with pytest.raises(
-        ValueError, match="no chart 'lost': there are loss, throughput, world, sync, membership"
+        ValueError,
+        match="no chart 'lost': there are loss, throughput, world, sync, pipeline",
     ):
         Chart(make_story(), "lost")

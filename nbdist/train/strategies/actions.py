@@ -12,26 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from nbdist.protocol.plans import TAKES, Action, needed_from_others, walk
 from nbdist.train.checks import shown
 
 if TYPE_CHECKING:
     from typing import Any
 
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
-
-
-_TAKES = {"F": 1, "B": 2, "I": 1, "W": 1}
-
-
-class Action(NamedTuple):
-    """What a rank does with one micro-batch on one of its stages."""
-
-    stage: int
-    kind: str
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 class _At(NamedTuple):
@@ -155,48 +142,8 @@ def _check_missing(
                 raise ValueError(f"schedule, {end}: the list ends, and {action} is missing")
 
 
-def needed_from_others(action: Action, num_stages: int) -> list[Action]:
-    """What must be done before, on whichever rank: one of these; empty: nothing."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return [Action(stage - 1, "F", microbatch)] if stage else []
-    if kind in "BI":
-        behind = stage + 1
-        return [Action(behind, k, microbatch) for k in "BI"] if behind < num_stages else []
-    return []
-
-
-class _Walk(NamedTuple):
-    """How far each rank gets when all go through their lists at once."""
-
-    next_at: dict[int, int]
-    """Rank -> position of the first action that it does not come to."""
-    ends: dict[int, int]
-    """Rank -> when it has done the one before, in the units of `_TAKES`."""
-
-
-def _walk(actions: Actions, num_stages: int) -> _Walk:
-    done: dict[Action, int] = {}
-    walk = _Walk(dict.fromkeys(actions, 0), dict.fromkeys(actions, 0))
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for rank, listed in actions.items():
-            while walk.next_at[rank] < len(listed):
-                action = listed[walk.next_at[rank]]
-                needed = needed_from_others(action, num_stages)
-                there = [done[other] for other in needed if other in done]
-                if needed and not there:
-                    break
-                walk.ends[rank] = max(walk.ends[rank], *there, 0) + _TAKES[action.kind]
-                done[action] = walk.ends[rank]
-                walk.next_at[rank] += 1
-                is_moving = True
-    return walk
-
-
 def _check_deadlock(actions: Actions, num_stages: int) -> None:
-    next_at = _walk(actions, num_stages).next_at
+    next_at = walk(actions, num_stages).next_at
     stuck = [rank for rank, listed in actions.items() if next_at[rank] < len(listed)]
     if stuck:
         waits = []
@@ -212,5 +159,5 @@ def idle_share(actions: Actions, num_stages: int) -> float:
 
     As if nothing were sent, and a forward took as long as each half of a backward.
     """
-    busy = sum(_TAKES[action.kind] for listed in actions.values() for action in listed)
-    return 1 - busy / (max(_walk(actions, num_stages).ends.values()) * len(actions))
+    busy = sum(TAKES[action.kind] for listed in actions.values() for action in listed)
+    return 1 - busy / (walk(actions, num_stages).makespan * len(actions))

@@ -10,14 +10,16 @@ from time import perf_counter_ns, sleep
 from typing import TYPE_CHECKING, Any
 
 from nbdist.engine import emit
+from nbdist.protocol.plans import packed
+from nbdist.protocol.telemetry import Kind
 from nbdist.train.randomness import seed_all, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
-    from nbdist.protocol.telemetry import Kind
+    from nbdist.protocol.plans import Action
 
 
 class Passage:
@@ -73,11 +75,19 @@ class Passage:
             sleep((self.slow_factor - 1) * took_ns * 1e-9)
         self.ready_ns = perf_counter_ns()
         if not self.is_silent:
-            emit.span(kind, began_ns, self.ready_ns, ident=microbatch, value=stage)
+            ident = self.first + microbatch
+            emit.span(kind, began_ns, self.ready_ns, ident=ident, value=stage)
+
+    def tell_plan(self, actions: Iterable[Action], num_stages: int) -> None:
+        """What this rank is to compute, in its order."""
+        now_ns = perf_counter_ns()
+        for place, action in enumerate(actions):
+            value = packed(action._replace(microbatch=self.first + action.microbatch), num_stages)
+            emit.span(Kind.PLANNED, now_ns, now_ns, ident=place, value=value)
 
     def tell(self, kind: Kind, microbatch: int, ops: Sequence[Any]) -> None:
         """A stage sends, or is ready to receive."""
         if ops and not self.is_silent:
             now_ns = perf_counter_ns()
             num_bytes = sum(op.tensor.nbytes for op in ops)
-            emit.span(kind, now_ns, now_ns, ident=microbatch, value=num_bytes)
+            emit.span(kind, now_ns, now_ns, ident=self.first + microbatch, value=num_bytes)

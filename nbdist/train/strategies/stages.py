@@ -16,6 +16,7 @@ from nbdist.engine.works import WORKS
 from nbdist.errors import WrongState
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.objective import Objective, pair_of, weigh
+from nbdist.train.strategies import actions
 from nbdist.train.strategies.axes import own_group
 from nbdist.train.strategies.held import Held
 from nbdist.train.strategies.passage import Passage
@@ -58,6 +59,8 @@ class Stages(Settling[Held]):
 
         self._torch = torch_pipeline
         self._made: dict[tuple[Any, ...], Any] = {}
+        self._is_told = False
+        """The plan of the present group was told."""
         self._groups: dict[str, Any] = {}
         """Name of a shared parameter -> the group of those that have it."""
         self._turn: tuple[Turn, Pieces, Any] | None = None
@@ -77,6 +80,7 @@ class Stages(Settling[Held]):
         """What was made for a group is of no use in the next one."""
         self._made.clear()
         self._groups.clear()
+        self._is_told = False
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt begins."""
@@ -209,6 +213,10 @@ class Stages(Settling[Held]):
                 loss=self._loss if is_training else None,
                 group=self._axes.of_parts,
             )
+        if is_training and not self._is_told:
+            orders = actions.parse(self._torch.planned(made))
+            self._passage.tell_plan(orders[layout.rank], len(layout.owners))
+            self._is_told = True
         own, last = layout.own, len(layout.owners) - 1
         given: dict[str, Any] = {"return_outputs": not is_training}
         if is_training and last in own:

@@ -5,6 +5,7 @@ import { element, number } from "./format.js";
 import { Loss } from "./loss.js";
 import { Membership } from "./membership.js";
 import { Overview, summary } from "./overview.js";
+import { Pipeline } from "./pipeline.js";
 import { Ranks } from "./ranks.js";
 import { Store } from "./store.js";
 import { Sync } from "./sync.js";
@@ -12,6 +13,7 @@ import { Throughput } from "./throughput.js";
 
 const PANELS = /** @type {const} */ ({
   sync: Sync,
+  pipeline: Pipeline,
   throughput: Throughput,
   loss: Loss,
   membership: Membership,
@@ -41,12 +43,27 @@ class Dashboard {
     this.panels = Object.entries(PANELS)
       .filter(([name]) => shows(name))
       .map(([, kind]) => new kind(grid, code, this.look));
+    this.choose();
     this.missing = box.appendChild(element("p", "nbdist-missing"));
     /** @type {Set<Element>} */ this.seen = new Set();
     this.frame = 0;
     this.isDisposed = false;
     this.watchVisibility();
     this.watchTheme();
+  }
+
+  /** Gradient sync is no business of a pipeline's, nor the other way round, where both are wanted. */
+  choose() {
+    const one = (/** @type {string} */ name) => this.panels.find((panel) => panel.name === name);
+    const [sync, pipeline] = [one("sync"), one("pipeline")];
+    if (!sync || !pipeline) return;
+    sync.root.hidden = this.store.isPipeline;
+    pipeline.root.hidden = !this.store.isPipeline;
+  }
+
+  /** Those of this run. */
+  get chosen() {
+    return this.panels.filter((panel) => !panel.root.hidden);
   }
 
   /** Windowed notebooks detach what is off screen, hidden tabs have size 0: draw what is seen. */
@@ -88,6 +105,7 @@ class Dashboard {
   take(frame) {
     const isFirst = !this.store.header;
     this.store.take(frame);
+    this.choose();
     if (isFirst) this.drawNumbers(); // at once: making charts takes longer than all else
     this.schedule();
   }
@@ -150,7 +168,7 @@ class Dashboard {
    */
   picture() {
     const { ground, text } = this.look;
-    const parts = this.panels.map((panel) => panel.picture(ground, text));
+    const parts = this.chosen.map((panel) => panel.picture(ground, text));
     const canvases = parts.flatMap((part) => (part ? [part] : []));
     const pairs = canvases.flatMap((_, i) => (i % 2 ? [] : [canvases.slice(i, i + 2)]));
     const gap = GAP * devicePixelRatio;
@@ -181,8 +199,9 @@ class Dashboard {
 
   /** Have all charts drawn, whether they are seen or not. */
   async drawAll() {
-    await Promise.all(this.panels.map((panel) => panel.mount()));
-    for (const panel of this.panels) panel.update(this.store);
+    this.choose();
+    await Promise.all(this.chosen.map((panel) => panel.mount()));
+    for (const panel of this.chosen) panel.update(this.store);
     for (let i = 0; i < SETTLING_FRAMES; i++) await new Promise((next) => requestAnimationFrame(next));
   }
 

@@ -1,6 +1,7 @@
 // The overview card: six numbers that say how the run stands.
 
 import { counted, element, lossText, median, ms, NONE, number, percent, runPace, size, stepsText } from "./format.js";
+import { bubble } from "./pipeline.js";
 import { shares } from "./sync.js";
 import { verdict } from "./throughput.js";
 
@@ -42,14 +43,14 @@ export class Overview {
     this.root.setAttribute("aria-label", "How does the run stand?");
     this.chip = this.root.appendChild(element("div", "nbdist-chip"));
     this.cards = this.root.appendChild(element("div", "nbdist-cards"));
-    /** @type {Map<string, {value: HTMLElement, detail: HTMLElement}>} */ this.shown = new Map();
+    /** @type {Map<string, {label: HTMLElement, value: HTMLElement, detail: HTMLElement}>} */ this.shown = new Map();
     for (const name of ["step", "loss", "pace", "ranks", "overlap", "slowest", "memory"]) {
       const card = this.cards.appendChild(element("div", `nbdist-card nbdist-card-${name}`));
       const label = card.appendChild(element("div", "nbdist-label"));
       const value = card.appendChild(element("div", "nbdist-value", NONE));
       const detail = card.appendChild(element("div", "nbdist-detail"));
       label.textContent = LABELS[name];
-      this.shown.set(name, { value, detail });
+      this.shown.set(name, { label, value, detail });
     }
     this.spark = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     this.spark.setAttribute("class", "nbdist-spark");
@@ -89,8 +90,7 @@ export class Overview {
     if (store.isOver) this.set("pace", number(runPace(run)), "samples/s over the run, stalls included");
     else this.set("pace", number(pace(store)), stall_s ? `samples/s; no step for ${number(stall_s)} s` : `samples/s, last ${RECENT_STEPS} steps`);
     this.set("ranks", `${world.world_size}`, `of ${world.size}; generation ${world.generation}`);
-    const overlap = shares(store);
-    this.set("overlap", percent(overlap.hidden), overlap.why);
+    this.setOverlap(store);
     const slow = verdict(store);
     this.set("slowest", slow.name, slow.detail);
     const used = world.seats.map((seat) => seat.memory_bytes).filter((bytes) => bytes > 0);
@@ -98,6 +98,19 @@ export class Overview {
     const owner = world.seats.find((seat) => seat.memory_bytes === most);
     this.set("memory", size(most), owner ? `slot ${owner.slot}; usual ${size(median(used))}` : "");
     this.drawSpark(losses);
+  }
+
+  /** What of the sums is hidden; of a pipeline, which sums none, what of the time is bubble. @param {Store} store */
+  setOverlap(store) {
+    const label = this.shown.get("overlap")?.label;
+    const name = store.isPipeline ? "bubble" : LABELS.overlap;
+    if (label && label.textContent !== name) label.textContent = name;
+    if (store.isPipeline) {
+      const { idle, why } = bubble(store);
+      return this.set("overlap", percent(idle), why);
+    }
+    const { hidden, why } = shares(store);
+    return this.set("overlap", percent(hidden), why);
   }
 
   /** @param {Float64Array} losses */

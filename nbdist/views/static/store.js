@@ -5,6 +5,8 @@
 const MAX_ROWS = 8000;
 const MAX_STEPS = 24000;
 const MAX_DETAILS = 8000;
+const SEND = 23;
+const RECEIVE = 24;
 
 /** Steps of a run that are missing for so long are told, where they are usually quicker. */
 const STALL_S = 2;
@@ -65,6 +67,7 @@ export class Store {
     this.steps = new Table(MAX_STEPS);
     this.buckets = new Table(MAX_DETAILS);
     this.spans = new Table(MAX_DETAILS);
+    this.plans = new Table(MAX_DETAILS);
     this.seats = new Table(MAX_ROWS);
     this.phases = new Table(MAX_ROWS);
     /** @type {Map<number, import("./types").Incident>} */ this.incidents = new Map();
@@ -82,7 +85,7 @@ export class Store {
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
     this.steps.append(byTime(tables.steps));
-    for (const name of /** @type {const} */ (["buckets", "spans", "seats", "phases"])) {
+    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
   }
@@ -127,6 +130,11 @@ export class Store {
   get isOver() {
     const state = this.run?.state ?? "";
     return !this.header?.is_live || ["finished", "stopped", "failed"].includes(state);
+  }
+
+  /** Its model is cut into stages: its ranks have told of plans, or of what they sent on. */
+  get isPipeline() {
+    return this.plans.length > 0 || this.spans.get("kind").some((kind) => kind === SEND || kind === RECEIVE);
   }
 
   /** Since the run began; of very many only the last ones are sent. */

@@ -1,7 +1,7 @@
 // Gradient sync: when each bucket is reduced, and whether the backward hides it.
 
-import { common, element, median, ms, NONE, number, percent, size, total, union } from "./format.js";
-import { Panel } from "./panel.js";
+import { common, median, ms, NONE, percent, size, total, union } from "./format.js";
+import { Bars, legendOf, StepPanel } from "./steps.js";
 
 /** @typedef {import("./store.js").Store} Store */
 /** @typedef {[number, number]} Interval */
@@ -117,62 +117,20 @@ export function shares(store) {
   return { hidden: 1 - exposed / all, why: `mean of the last ${RECENT_STEPS} steps; usually ${each} ms in the open` };
 }
 
-export class Sync extends Panel {
+/** @extends {StepPanel<ReturnType<typeof attempts>[0]>} */
+export class Sync extends StepPanel {
   /** @param {HTMLElement} parent @param {import("./types").Code} code @param {import("./charts.js").Look} look */
   constructor(parent, code, look) {
-    super({
+    const options = {
       parent,
       code,
       name: "sync",
       question: "When is each bucket summed, and does the backward hide it?",
       figures: ["sync"],
-    });
+    };
+    super(options, legend());
     this.look = look;
-    /** @type {string | null} */ this.pinned = null;
-    /** @type {ReturnType<typeof attempts>} */ this.known = [];
-    this.button(this.tools, "‹", "The step before", () => this.move(-1));
-    this.label = this.tools.appendChild(element("span", "nbdist-step"));
-    this.button(this.tools, "›", "The step after", () => this.move(1));
-    this.follow = this.button(this.tools, "Newest", "Follow the newest step", () => this.pin(null));
-    this.tools.append(legend());
-    this.root.tabIndex = 0;
-    this.root.addEventListener("keydown", (event) => {
-      if (event.target !== this.root) return;
-      if (event.key === "ArrowLeft") this.move(-1);
-      else if (event.key === "ArrowRight") this.move(1);
-      else if (event.key === "l") this.pin(null);
-      else return;
-      event.preventDefault();
-    });
     this.twin = () => this.numbers();
-  }
-
-  /** @param {{step: number, generation: number, attempt: number}} entry */
-  static key(entry) {
-    return `${entry.generation}:${entry.step}:${entry.attempt}`;
-  }
-
-  get chosen() {
-    const pinned = this.known.find((entry) => Sync.key(entry) === this.pinned);
-    return pinned ?? this.known[this.known.length - 1];
-  }
-
-  /** @param {string | null} key */
-  pin(key) {
-    this.pinned = key;
-    this.draw();
-  }
-
-  /** @override */
-  whole() {
-    super.whole();
-    this.draw(); // a pinned step is drawn at no frame
-  }
-
-  /** @param {number} by */
-  move(by) {
-    const place = this.known.indexOf(this.chosen) + by;
-    if (place >= 0 && place < this.known.length) this.pin(Sync.key(this.known[place]));
   }
 
   /** @override @param {Store} store */
@@ -190,6 +148,7 @@ export class Sync extends Panel {
     this.fillTwin();
   }
 
+  /** @override */
   draw() {
     const entry = this.chosen;
     if (!entry || !this.isReady) return;
@@ -224,9 +183,7 @@ export class Sync extends Panel {
 
   /** @param {ReturnType<typeof attempts>[0]} entry @param {number[]} slots */
   sum(entry, slots) {
-    const again = entry.attempt ? `, attempt ${entry.attempt + 1}` : "";
-    this.label.textContent = `step ${number(entry.step)}${again}`;
-    this.follow.disabled = !this.pinned;
+    this.tell(entry);
     const measured = slots.map((slot) => ({ slot, ...(entry.slots.get(slot) ?? new Part()).measure() }));
     const worst = measured.reduce((a, b) => (b.exposed > a.exposed ? b : a), measured[0]);
     const hidden = median(measured.map((m) => m.hidden));
@@ -242,7 +199,8 @@ export class Sync extends Panel {
   numbers() {
     const entry = this.chosen;
     const header = ["slot", "buckets", "size", "communication ms", "hidden", "in the open ms", "queue ms", "tail ms"];
-    const slots = entry ? [...entry.slots.keys()].sort((a, b) => a - b) : [];
+    if (!entry) return { header, rows: [] };
+    const slots = [...entry.slots.keys()].sort((a, b) => a - b);
     const rows = slots.map((slot) => {
       const part = entry.slots.get(slot) ?? new Part();
       const m = part.measure();
@@ -261,48 +219,8 @@ export class Sync extends Panel {
   }
 }
 
-/** Bars of the timeline, in ms. */
-class Bars {
-  constructor() {
-    /** @type {Record<string, (number | string)[]>} */
-    this.columns = { left: [], right: [], bottom: [], top: [], colour: [], hatch: [], what: [], who: [] };
-    Object.assign(this.columns, { ms: [], size: [], letter: [] });
-  }
-
-  /**
-   * @param {number} from @param {number} to @param {number} top @param {number} height @param {string} colour
-   * @param {string} hatch @param {string} what @param {number} slot @param {string} letter @param {string} bytes
-   */
-  add(from, to, top, height, colour, hatch, what, slot, letter, bytes) {
-    const { columns } = this;
-    const values = { left: from * 1000, right: to * 1000, bottom: top + height, top, colour, hatch };
-    const more = { what, who: `slot ${slot}`, ms: (to - from) * 1000, size: bytes, letter };
-    for (const [name, value] of Object.entries({ ...values, ...more })) columns[name].push(value);
-  }
-
-  /** Names of the bars that have room for one. @param {number} room */
-  letters(room) {
-    const { left, right, top, bottom, letter } = this.columns;
-    /** @type {{x: number[], y: number[], letter: (string | number)[]}} */
-    const found = { x: [], y: [], letter: [] };
-    left.forEach((from, i) => {
-      if (Number(right[i]) - Number(from) < room) return;
-      found.x.push((Number(from) + Number(right[i])) / 2);
-      found.y.push((Number(top[i]) + Number(bottom[i])) / 2);
-      found.letter.push(letter[i]);
-    });
-    return found;
-  }
-}
-
 function legend() {
-  const made = element("span", "nbdist-legend");
-  for (const kind of [8, 3, 4, 5, 6]) {
-    const [what, letter, colour] = KINDS[kind];
-    const item = made.appendChild(element("span", "nbdist-key", `${letter} ${what}`));
-    item.style.setProperty("--nbdist-slot", colour);
-  }
-  const item = made.appendChild(element("span", "nbdist-key nbdist-hatched", "n bucket being summed"));
-  item.style.setProperty("--nbdist-slot", BUCKET_COLOUR);
-  return made;
+  /** @type {[string, string][]} */
+  const keys = [8, 3, 4, 5, 6].map((kind) => [KINDS[kind][2], `${KINDS[kind][1]} ${KINDS[kind][0]}`]);
+  return legendOf(keys, [[BUCKET_COLOUR, "n bucket being summed"]]);
 }

@@ -1,0 +1,117 @@
+// A panel that shows one step at a time: the newest one, or one that is gone to; bars of such a step.
+
+import { element, number } from "./format.js";
+import { Panel } from "./panel.js";
+
+/** @typedef {{step: number, generation: number, attempt: number}} Attempt */
+
+/** @param {Attempt} entry */
+function keyOf(entry) {
+  return `${entry.generation}:${entry.step}:${entry.attempt}`;
+}
+
+/**
+ * Has `known`, the attempts at steps that it can show, oldest first, and `draw`.
+ * @template {Attempt} T
+ */
+export class StepPanel extends Panel {
+  /** @param {ConstructorParameters<typeof Panel>[0]} options @param {HTMLElement} legend */
+  constructor(options, legend) {
+    super(options);
+    /** @type {string | null} */ this.pinned = null;
+    /** @type {T[]} */ this.known = [];
+    this.button(this.tools, "‹", "The step before", () => this.move(-1));
+    this.label = this.tools.appendChild(element("span", "nbdist-step"));
+    this.button(this.tools, "›", "The step after", () => this.move(1));
+    this.follow = this.button(this.tools, "Newest", "Follow the newest step", () => this.pin(null));
+    this.tools.append(legend);
+    this.root.tabIndex = 0;
+    this.root.addEventListener("keydown", (event) => {
+      if (event.target !== this.root) return;
+      if (event.key === "ArrowLeft") this.move(-1);
+      else if (event.key === "ArrowRight") this.move(1);
+      else if (event.key === "l") this.pin(null);
+      else return;
+      event.preventDefault();
+    });
+  }
+
+  /** Overridden by each view. */
+  draw() {}
+
+  /** @returns {T | undefined} */
+  get chosen() {
+    const pinned = this.known.find((entry) => keyOf(entry) === this.pinned);
+    return pinned ?? this.known[this.known.length - 1];
+  }
+
+  /** @param {string | null} key */
+  pin(key) {
+    this.pinned = key;
+    this.draw();
+  }
+
+  /** @override */
+  whole() {
+    super.whole();
+    this.draw(); // a pinned step is drawn at no frame
+  }
+
+  /** @param {number} by */
+  move(by) {
+    const place = this.known.findIndex((entry) => entry === this.chosen) + by;
+    if (place >= 0 && place < this.known.length) this.pin(keyOf(this.known[place]));
+  }
+
+  /** @param {Attempt} entry */
+  tell(entry) {
+    const again = entry.attempt ? `, attempt ${entry.attempt + 1}` : "";
+    this.label.textContent = `step ${number(entry.step)}${again}`;
+    this.follow.disabled = !this.pinned;
+  }
+}
+
+/** Bars of a timeline, in ms. */
+export class Bars {
+  constructor() {
+    /** @type {Record<string, (number | string)[]>} */
+    this.columns = { left: [], right: [], bottom: [], top: [], colour: [], hatch: [], what: [], who: [] };
+    Object.assign(this.columns, { ms: [], size: [], letter: [] });
+  }
+
+  /**
+   * @param {number} from @param {number} to @param {number} top @param {number} height @param {string} colour
+   * @param {string} hatch @param {string} what @param {number} slot @param {string} letter @param {string} bytes
+   */
+  add(from, to, top, height, colour, hatch, what, slot, letter, bytes) {
+    const { columns } = this;
+    const values = { left: from * 1000, right: to * 1000, bottom: top + height, top, colour, hatch };
+    const more = { what, who: `slot ${slot}`, ms: (to - from) * 1000, size: bytes, letter };
+    for (const [name, value] of Object.entries({ ...values, ...more })) columns[name].push(value);
+  }
+
+  /** Names of the bars that have room for one. @param {number} room */
+  letters(room) {
+    const { left, right, top, bottom, letter } = this.columns;
+    /** @type {{x: number[], y: number[], letter: (string | number)[]}} */
+    const found = { x: [], y: [], letter: [] };
+    left.forEach((from, i) => {
+      if (Number(right[i]) - Number(from) < room) return;
+      found.x.push((Number(from) + Number(right[i])) / 2);
+      found.y.push((Number(top[i]) + Number(bottom[i])) / 2);
+      found.letter.push(letter[i]);
+    });
+    return found;
+  }
+}
+
+/** @param {[string, string][]} keys colour and what it stands for @param {[string, string][]} hatched likewise */
+export function legendOf(keys, hatched) {
+  const made = element("span", "nbdist-legend");
+  for (const [list, more] of /** @type {const} */ ([[keys, ""], [hatched, " nbdist-hatched"]])) {
+    for (const [colour, what] of list) {
+      made.appendChild(element("span", `nbdist-key${more}`, what)).style.setProperty("--nbdist-slot", colour);
+    }
+  }
+  return made;
+}
