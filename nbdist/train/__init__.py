@@ -3,9 +3,10 @@
 Loads torch. Works in engines, and without them in a script under torchrun.
 """
 
-from nbdist.train.estimates import Estimate, estimate
+from nbdist.train.estimates import estimate
 from nbdist.train.evaluate import Evaluate
 from nbdist.train.models import GPT, GPTConfig, bench_model, next_token_loss
+from nbdist.train.needs import Estimate
 from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.diloco import DiLoCo
 from nbdist.train.strategies.local_sgd import LocalSGD
