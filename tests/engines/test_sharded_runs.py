@@ -3,29 +3,11 @@
 import numpy as np
 import pytest
 import training
-from training import kill_each, passed
+from training import cell_in_parts, kill_each, passed
 
 import nbdist
 
-CELL = """
-import torch
-from torch.nn import functional
-from torch.utils.data import TensorDataset
-from nbdist.train import Evaluate, Sharded, Trainer, bench_model
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(240, 64, generator=generator)
-    return TensorDataset(inputs, torch.randint(0, 10, (240,), generator=generator))
-
-def make(**more):
-    usual = dict(model=bench_model, data=data(), loss=functional.cross_entropy, global_batch=47)
-    usual |= dict(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), clip_norm=1.0)
-    usual |= dict(evaluate=Evaluate(data(), every=25))
-    return Trainer(**(usual | dict(strategy=Sharded(["2", "4", "6"], copy_every=5)) | more))
-
-trainer = make()
-"""
+CELL = cell_in_parts("Sharded(['2', '4', '6'], copy_every=5)")
 
 
 def test_rows_that_are_lost_come_back(cluster, until):

@@ -1,31 +1,15 @@
 """A model whose matrices are cut trains like any other, and goes on when panels are lost."""
 
 import pytest
-from training import kill_each
+from training import cell_in_parts, kill_each
 
-CELL = """
-import torch
+PLAN = """
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.nn import functional
-from torch.utils.data import TensorDataset
-from nbdist.train import Evaluate, TensorParallel, Trainer, bench_model
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(240, 64, generator=generator)
-    return TensorDataset(inputs, torch.randint(0, 10, (240,), generator=generator))
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 PLAN |= {"4": ColwiseParallel(), "6": RowwiseParallel()}
-
-def make(**more):
-    usual = dict(model=bench_model, data=data(), loss=functional.cross_entropy, global_batch=47)
-    usual |= dict(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), clip_norm=1.0)
-    usual |= dict(evaluate=Evaluate(data(), every=25))
-    return Trainer(**(usual | dict(strategy=TensorParallel(PLAN, copy_every=5)) | more))
-
-trainer = make()
 """
+CELL = cell_in_parts("TensorParallel(PLAN, copy_every=5)", PLAN)
 
 
 def test_panels_that_are_lost_come_back(cluster, until):

@@ -91,6 +91,30 @@ trainer = Trainer(
 """
 
 
+_IN_PARTS = """
+import torch
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+from nbdist.train import Evaluate, Mesh, Pipeline, Sharded, TensorParallel, Trainer, bench_model
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(240, 64, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 10, (240,), generator=generator))
+
+def make(**more):
+    usual = dict(model=bench_model, data=data(), loss=functional.cross_entropy, global_batch=47)
+    usual |= dict(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), clip_norm=1.0)
+    usual |= dict(evaluate=Evaluate(data(), every=25))
+    return Trainer(**(usual | dict(strategy=STRATEGY) | more))
+"""
+
+
+def cell_in_parts(strategy, before=""):
+    """A trainer whose ranks hold parts of a model, as a cell makes it; `before`: more lines."""
+    return f"{_IN_PARTS}\n{before}\nSTRATEGY = {strategy}\ntrainer = make()\n"
+
+
 def cell(strategy):
     """The same with another strategy, given as it is written in a cell."""
     return f"{CELL}trainer = make(strategy={strategy})\n"

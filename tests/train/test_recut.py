@@ -167,6 +167,14 @@ def test_a_weight_at_both_ends_stays_one(follow, together):
     assert outcomes[0][0] == outcomes[2][0] == dict(enumerate(expected))
 
 
+def check_curves(outcomes, script, expected):
+    """Who is in the last group has trained its steps, and all steps as one process does."""
+    for number in script[-1][0]:
+        losses, _ = outcomes[number]
+        assert set(losses) >= set(range(script[-2][1], script[-1][1]))
+        assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-5)
+
+
 ROWS = {
     "one of four is lost": [((0, 1, 2, 3), 8), ((0, 1, 3), 14)],
     "one is left": [((0, 1), 8), ((1,), 14)],
@@ -187,11 +195,7 @@ def test_rows_are_cut_anew_for_those_that_are_there(follow, together, case):
     script = ROWS[case]
     expected = together(1, lambda _: gpt(DataParallel()).fit(script[-1][1])["loss"].tolist())[0]
     outcomes = follow(script, rows)
-    for number in script[-1][0]:
-        losses, _ = outcomes[number]
-        for step, loss in losses.items():
-            assert loss == pytest.approx(expected[step], rel=1e-5)
-        assert set(losses) >= set(range(script[-2][1], script[-1][1]))
+    check_curves(outcomes, script, expected)
 
 
 PANELS = {
@@ -215,11 +219,7 @@ def test_panels_are_cut_anew_where_heads_divide(follow, together, case):
     script = PANELS[case]
     expected = together(1, lambda _: panels(DataParallel()).fit(script[-1][1])["loss"].tolist())[0]
     outcomes = follow(script, panels)
-    for number in script[-1][0]:
-        losses, _ = outcomes[number]
-        for step, loss in losses.items():
-            assert loss == pytest.approx(expected[step], rel=1e-5)
-        assert set(losses) >= set(range(script[-2][1], script[-1][1]))
+    check_curves(outcomes, script, expected)
 
 
 OWN = {rank: [f"{rank}{kind}{i}" for kind in "FB" for i in range(3)] for rank in range(3)}
@@ -261,10 +261,9 @@ def test_a_stage_comes_from_its_twin(follow, together, case):
     expected = together(1, lambda _: gpt(DataParallel()).fit(num_steps)["loss"].tolist())[0]
     strategy = Mesh(pipeline=Pipeline(2, "1f1b", 4, copy_every=3), data=DataParallel())
     outcomes = follow(script, lambda: gpt(strategy))
+    check_curves(outcomes, script, expected)
     for number in script[-1][0]:
         losses, again = outcomes[number]
-        for step, loss in losses.items():
-            assert loss == pytest.approx(expected[step], rel=1e-5)
         if all(number in members for members, _ in script):
             assert (len(losses), again) == (num_steps, num_again)
 

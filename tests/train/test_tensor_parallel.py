@@ -10,7 +10,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from little import CLASSES, FEATURES, WIDTH, build, dataset, far, gpt, right, text, token_loss
+from little import (
+    CLASSES,
+    FEATURES,
+    WIDTH,
+    build,
+    check_lost,
+    check_short_batches,
+    check_sixty_steps,
+    far,
+    gpt,
+    outcome,
+    text,
+    token_loss,
+    usual,
+)
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,17 +35,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from nbdist.data import ByteText, pydoc_text
 from nbdist.engine import runs
 from nbdist.engine.works import WORKS
 from nbdist.errors import RecoveryFailed, WrongState
 from nbdist.train import (
     GPT,
     DataParallel,
-    Evaluate,
     GPTConfig,
     TensorParallel,
-    Trainer,
     estimate,
     next_token_loss,
 )
@@ -51,14 +62,7 @@ def pairs(**more):
 
 
 def make(strategy=None, **changes):
-    usual = {
-        "model": build,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
-        "loss": functional.cross_entropy,
-        "data": dataset(),
-        "global_batch": 48,
-    }
-    return Trainer(strategy=strategy or pairs(), **usual | changes)
+    return usual(strategy or pairs(), **changes)
 
 
 def make_gpt(strategy, tied=False, **changes):
@@ -67,21 +71,7 @@ def make_gpt(strategy, tied=False, **changes):
 
 
 def fitted(strategy=None, steps=5, making=make, **changes):
-    """Whole parameters, whole gradients of the last step, and the losses."""
-    trainer = making(strategy, **changes)
-    losses = trainer.fit(steps)["loss"].tolist()
-    model = trainer.model
-    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
-    if isinstance(trainer._state.recipe.strategy, DataParallel):
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    else:
-        parameters = dict(model.whole_parameters())
-        gradients = {name: model.gather(name, grad) for name, grad in gradients.items()}
-    return (
-        {name: value.numpy() for name, value in parameters.items()},
-        {name: value.numpy() for name, value in gradients.items()},
-        losses,
-    )
+    return outcome(making(strategy, **changes), steps)
 
 
 @pytest.mark.parametrize(
@@ -123,23 +113,8 @@ def test_the_byte_model_has_a_plan(together, tied):
 
 @pytest.mark.slow
 def test_sixty_steps_of_the_byte_model(together):
-    """The loss is within 1e-3 of that of one process after 60 steps, on real text."""
-
-    def body(strategy):
-        trainer = make(
-            strategy,
-            model=lambda: GPT(GPTConfig(num_layers=2, width=64)),
-            data=ByteText(pydoc_text(), 128),
-            loss=next_token_loss,
-            global_batch=8,
-            clip_norm=1.0,
-        )
-        return trainer.fit(60)["loss"].tolist()
-
-    ((*_, expected),) = together(1, lambda _: body(DataParallel()))
-    assert expected < 4.0
-    for *_, last in together(2, lambda _: body(TensorParallel())):
-        assert last == pytest.approx(expected, abs=1e-3)
+    """The loss is that of one process."""
+    check_sixty_steps(together, 2, TensorParallel())
 
 
 def test_the_norm_is_that_of_the_whole_model(together):
@@ -224,25 +199,7 @@ def test_a_plan_that_lacks_something_is_refused(together):
 
 def test_short_batches_and_evaluations(together):
     """Every sample counts once, though all ranks see it."""
-    data = dataset(41)
-
-    def body(strategy):
-        trainer = make(
-            strategy,
-            data=data,
-            global_batch=16,
-            tail="short",
-            evaluate=Evaluate(data, every=3, batch=3, metrics={"right": right}),
-        )
-        losses = trainer.fit(6)["loss"].tolist()
-        return losses, [e.metrics for e in trainer.evaluations]
-
-    ((losses, metrics),) = together(1, lambda _: body(DataParallel()))
-    for its, their in together(2, lambda _: body(pairs())):
-        assert its == pytest.approx(losses, rel=1e-5)
-        for got, expected in zip(their, metrics, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
-    assert len(metrics) == 2
+    check_short_batches(together, 2, pairs())
 
 
 class Noisy(nn.Module):
@@ -476,26 +433,7 @@ def test_lost_panels_come_back_from_the_neighbour(together, lost):
             model=Noisy,
         )
 
-    def undisturbed(_):
-        one = trainer()
-        return one.fit(9)["loss"].tolist(), one.digest()
-
-    def disturbed(rank):
-        one = trainer()
-        one.fit(5)
-        if rank == lost:
-            one = trainer()
-        one._state.exchange._is_new = True
-        one.fit(9 - one.step)
-        return one.history["loss"].tolist(), one.digest(), one.step
-
-    expected = together(2, undisturbed)
-    for (losses, digest), (its, its_digest, step) in zip(
-        expected, together(2, disturbed), strict=True
-    ):
-        assert step == 9
-        assert its[-5:] == losses[-5:]
-        assert its_digest == digest
+    check_lost(together, 2, lost, trainer)
 
 
 @pytest.mark.parametrize(("copy_every", "why"), [(0, "copy_every is 0"), (2, "lost together")])
