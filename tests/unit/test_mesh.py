@@ -75,7 +75,7 @@ def test_a_part_comes_from_its_twin():
         ({"pipeline": 2, "tensor": 2, "data": 2}, ValueError, "not there yet"),
         ({"pipeline": 0, "data": 2}, ValueError, "pipeline is 0"),
         ({"pipeline": "two", "data": 2}, TypeError, "pipeline is 'two'; it must be a number"),
-        ({"pipeline": 2, "data": Sharded()}, TypeError, "or a DataParallel strategy"),
+        ({"pipeline": 2, "data": Sharded()}, TypeError, "Other strategies are not there yet"),
         ({"pipeline": 2, "data": DataParallel(compress="fp16")}, ValueError, "not there yet"),
         (
             {"tensor": TensorParallel(), "data": DataParallel()},
