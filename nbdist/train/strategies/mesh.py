@@ -52,7 +52,7 @@ class Mesh:
                 check_whole(name, value, 1)
             elif value is not None and not isinstance(value, kind):
                 raise TypeError(
-                    f"{name} is {shown(value)}; it must be a number of ranks, or a {kind.__name__}. "
+                    f"{name} is {shown(value)}; it must be a number of ranks or a {kind.__name__}. "
                     "Other strategies are not there yet along this axis"
                 )
         if self.data is None or (self.pipeline is None) == (self.tensor is None):
