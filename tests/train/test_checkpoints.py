@@ -177,7 +177,7 @@ WAYS = [
     ("rows 3", "panels 2"),
     ("panels 2", "rows 3"),
     ("meshes 2 of 2", "meshes 2 of 2"),
-    ("meshes 2 of 2", "stages 2"),
+    ("meshes 2 of 2", "stages 4 on 2"),
     ("replicas 3", "meshes 2 of 2"),
     ("panels 2 of 2", "replicas 2"),
     ("rows 3", "panels 2 of 2"),
