@@ -49,6 +49,11 @@ def text():
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
+def mostly_slow(cases, *quick):
+    """Cases of a test, of which each run does only some."""
+    return [pytest.param(c, marks=() if c in quick else pytest.mark.slow) for c in cases]
+
+
 def usual(strategy, **changes):
     """A trainer of a little model."""
     given = {

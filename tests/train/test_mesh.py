@@ -11,6 +11,7 @@ from little import (
     check_sixty_steps,
     far,
     gpt,
+    mostly_slow,
     text,
     token_loss,
     usual,
@@ -45,20 +46,20 @@ def gradients_of(strategy, **changes):
     return {name: grad.numpy() for name, grad in gradients.items()}, loss
 
 
+CHANGES = {
+    "even": {},
+    "uneven": {"global_batch": 47, "accumulate": 3},
+    "few": {"global_batch": 9},
+    "counted": {"loss": token_loss},
+    "clipped": {"clip_norm": 0.01},
+}
+
+
 @pytest.mark.parametrize("strategy", [PIPED, CUT], ids=["pipelines", "tensors"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"global_batch": 47, "accumulate": 3},
-        {"global_batch": 9},
-        {"loss": token_loss},
-        {"clip_norm": 0.01},
-    ],
-    ids=["even", "uneven", "few", "counted", "clipped"],
-)
-def test_the_gradient_is_that_of_one_process(together, strategy, changes):
+@pytest.mark.parametrize("case", mostly_slow(CHANGES, "uneven", "counted"))
+def test_the_gradient_is_that_of_one_process(together, strategy, case):
     """Whatever the shares of the models are, and however often they go through them."""
+    changes = CHANGES[case]
     single = {name: value for name, value in changes.items() if name != "accumulate"}
     ((expected, loss),) = together(1, lambda _: gradients_of(DataParallel(), **single))
     answers = together(4, lambda _: gradients_of(strategy, **changes))
@@ -68,7 +69,7 @@ def test_the_gradient_is_that_of_one_process(together, strategy, changes):
     assert set().union(*(gradients for gradients, _ in answers)) == set(expected)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", mostly_slow([False, True], True))
 def test_the_byte_model_learns_alike(together, tied):
     """By its own plan or cut into stages, whose first and last may share a weight; clipped, and
     evaluated: only the `strategy=` line differs."""

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from little import mostly_slow
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -213,7 +214,7 @@ def panels(strategy=None):
     return make(strategy, model=lambda: GPT(config), data=text(), loss=next_token_loss)
 
 
-@pytest.mark.parametrize("case", PANELS)
+@pytest.mark.parametrize("case", mostly_slow(PANELS, "two of four are lost"))
 def test_panels_are_cut_anew_where_heads_divide(follow, together, case):
     """The curve is that of one process, with what the optimizer keeps of each panel."""
     script = PANELS[case]
@@ -253,7 +254,10 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("case", TWINS)
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(TWINS, "one comes from its twin", "both twins are lost", "its parts are of two"),
+)
 def test_a_stage_comes_from_its_twin(follow, together, case):
     """No step is done again where each stage is somewhere; the curve is that of one process."""
     script, num_again = TWINS[case]

@@ -20,6 +20,7 @@ from little import (
     check_sixty_steps,
     far,
     gpt,
+    mostly_slow,
     outcome,
     text,
     token_loss,
@@ -74,21 +75,22 @@ def fitted(strategy=None, steps=5, making=make, **changes):
     return outcome(making(strategy, **changes), steps)
 
 
-@pytest.mark.parametrize(
-    ("num", "changes"),
-    [
-        (2, {}),
-        (3, {}),
-        (4, {}),
-        (2, {"global_batch": 47, "accumulate": 3}),
-        (3, {"global_batch": 1}),
-        (2, {"clip_norm": 0.01}),
-        (4, {"clip_norm": 0.01}),
-        (2, {"loss": token_loss}),
-    ],
-)
-def test_the_gradient_is_that_of_dense_layers(together, num, changes):
+CHANGES = {
+    "two": (2, {}),
+    "three": (3, {}),
+    "four": (4, {}),
+    "uneven": (2, {"global_batch": 47, "accumulate": 3}),
+    "one sample": (3, {"global_batch": 1}),
+    "clipped": (2, {"clip_norm": 0.01}),
+    "clipped on four": (4, {"clip_norm": 0.01}),
+    "counted": (2, {"loss": token_loss}),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(CHANGES, "three", "uneven", "counted"))
+def test_the_gradient_is_that_of_dense_layers(together, case):
     """In one batch or in three, clipped or not, whatever a sample counts: within 1e-6."""
+    num, changes = CHANGES[case]
     changes = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | changes
     single = {name: value for name, value in changes.items() if name != "accumulate"}
     ((_, expected, losses),) = together(1, lambda _: fitted(DataParallel(), 1, **single))
@@ -97,7 +99,7 @@ def test_the_gradient_is_that_of_dense_layers(together, num, changes):
         assert far(gradients, expected) <= 1e-6
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", mostly_slow([False, True], True))
 def test_the_byte_model_has_a_plan(together, tied):
     """It learns as in one process, clipped; only the `strategy=` line differs."""
 
