@@ -181,11 +181,14 @@ class Groups:
         self._refs = []
 
     def _keep_stuck(self) -> None:
-        """A group in which an operation never ends (`works`) cannot be destroyed: it would wait."""
+        """A group in which an operation never ends (`works`) cannot be destroyed: it would wait.
+
+        It may be the default group, or one within it.
+        """
         self._stuck = [(g, w) for g, w in self._stuck if not all(x.is_completed() for x in w)]
         if works := WORKS.take_stuck(STUCK_AFTER_S):
             log.warning("%s collectives of generation %s never end", len(works), self.generation)
-            self._stuck.append((dist.group.WORLD, works))
+            self._stuck.append((list(distributed_c10d._world.pg_map), works))
 
     # ---- what is wrapped in torch
 

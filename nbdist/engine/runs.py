@@ -35,6 +35,12 @@ def present() -> Runs | None:
     return _present
 
 
+def is_replaying() -> bool:
+    """Whether this process is an engine that goes through what others have run before."""
+    its = present()
+    return its is not None and its.is_replaying
+
+
 class Runs:
     """The run of this engine, if there is one.
 

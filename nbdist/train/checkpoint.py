@@ -12,13 +12,13 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from nbdist import checkpoints
 from nbdist.errors import WrongState
 from nbdist.train import snapshot, tensors
 from nbdist.train.parting import NAMING, Origin, names_by_group, origins_of
 from nbdist.train.strategies.apart import Apart
+from nbdist.train.strategies.axes import place_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,13 +61,12 @@ class Part:
             raise WrongState(MISFIT.format(num_ranks, "save"))
         self.rank, self.step = rank, state.step
         is_replicated = state.recipe.strategy.is_replicated
+        twins = state.exchange.twins(rank, num_ranks)
         module, optimizer = state.module, state.optimizer
         named = dict(module.named_parameters())
         buffers = dict(module.named_buffers())
-        parameters = named
-        if is_replicated:  # each writes a share of what all hold
-            parameters = _share(named, rank, num_ranks)
-            buffers = _share(buffers, rank, num_ranks)
+        # Each writes a share of what it and others hold.
+        parameters, buffers = _share(named, *twins), _share(buffers, *twins)
         origins = origins_of(module)
         found: dict[str, Tensor] = {}
         found |= {f"parameters/{name}": tensor for name, tensor in parameters.items()}
@@ -155,22 +154,16 @@ def save(state: State, path: Path, keep: int | None) -> checkpoints.Found | None
             checkpoints.discard(partial)  # where it has its name, nothing is there any more
 
 
-def place_of_rank() -> tuple[int, int]:
-    """This process's rank and their number, in the present group; alone: 0 of 1."""
-    has_group = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
-
-
 # ---- what is written
 
 
-def _share(named: Mapping[str, Tensor], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Of what all ranks hold this one's share, by bytes; the same cut on all of them."""
-    loads, mine = [0] * num_ranks, set()
+def _share(named: Mapping[str, Tensor], at: int, num: int) -> dict[str, Any]:
+    """Of what so many ranks hold this one's share, by bytes; the same cut on all of them."""
+    loads, mine = [0] * num, set()
     for name in sorted(named, key=lambda name: (-named[name].nbytes, name)):
         lightest = loads.index(min(loads))
         loads[lightest] += named[name].nbytes
-        if lightest == rank:
+        if lightest == at:
             mine.add(name)
     return {name: tensor for name, tensor in named.items() if name in mine}
 

@@ -6,21 +6,25 @@ torch; does no communication.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nbdist.train.checks import check_whole, shown
+from nbdist.train.needs import Estimate, Need
 from nbdist.train.strategies import actions, schedules, splitting
+from nbdist.train.strategies.axes import Axes, Portion
 from nbdist.train.strategies.copies import NUM_KEPT
 from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.diloco import DiLoCo
+from nbdist.train.strategies.divided import without_memory
 from nbdist.train.strategies.local_sgd import LocalSGD
+from nbdist.train.strategies.mesh import Mesh
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
-from nbdist.train.strategies.slices import Portion, bundles_of, check_rows
+from nbdist.train.strategies.slices import bundles_of, check_rows
+from nbdist.train.strategies.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,67 +34,6 @@ if TYPE_CHECKING:
     from nbdist.train.strategies import Strategy
 
     Make = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
-
-_MB = 1e6
-_COLUMNS = ("parameters", "gradients", "optimizer", "gathered", "copies", "together", "sent")
-
-
-class Need(NamedTuple):
-    """What one rank needs, in bytes."""
-
-    parameters: int
-    """Those that it keeps."""
-    gradients: int
-    """Of those that are trained."""
-    optimizer: int
-    """What the optimizer keeps for each of them."""
-    gathered: int = 0
-    """Parameters and gradients that are there as a whole for a time, at most; not the buffers in
-    which they travel."""
-    copies: int = 0
-    """Its own state and the neighbour's, kept for a loss (`copy_every`), at most; of ranks that
-    train apart, the parameters of the last outer step and the outer momentum."""
-    sent: int | None = None
-    """Payload that it hands to collectives and sends in a step, on the average where it does not
-    in each; None: not known."""
-
-    @property
-    def together(self) -> int:
-        """Of memory."""
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.copies
-
-
-@dataclass(frozen=True, repr=False)
-class Estimate:
-    """What a strategy costs. Activations and buffers are not counted, nor what a process needs."""
-
-    strategy: Strategy
-    ranks: tuple[Need, ...]
-    """Each rank's."""
-    idle_share: float | None = None
-    """The part of a step in which a rank waits, as far as the strategy has it so by nature."""
-
-    def __repr__(self) -> str:
-        """As a table; ranks that need the same are one row."""
-        rows: list[tuple[str, ...]] = [("MB on rank", *_COLUMNS)]
-        for first, last, need in _alike(self.ranks):
-            numbers = [getattr(need, name) for name in _COLUMNS]
-            cells = ["?" if number is None else f"{number / _MB:.3g}" for number in numbers]
-            rows.append((f"{first}" if first == last else f"{first}-{last}", *cells))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        idle = "" if self.idle_share is None else f"; idle {self.idle_share:.0%} of a step"
-        return "\n".join([f"{self.strategy!r}{idle}", *lines])
-
-
-def _alike(needs: Sequence[Need]) -> list[tuple[int, int, Need]]:
-    runs: list[tuple[int, int, Need]] = []
-    for rank, need in enumerate(needs):
-        if runs and runs[-1][2] == need:
-            runs[-1] = (runs[-1][0], rank, need)
-        else:
-            runs.append((rank, rank, need))
-    return runs
 
 
 def estimate(
@@ -107,19 +50,20 @@ def estimate(
 
     Memory is that of parameters, gradients and the optimizer's state (with AdamW in float32 4, 4
     and 8 bytes for each number), exactly; `DataParallel` has all of it on each rank, `Sharded` one
-    part in n, `Pipeline` that of its stages. What is sent is in `strategy.describe()`: 2(n-1)/n
-    times the gradients' bytes, 3(n-1)/n times the parameters' bytes for each batch, what passes
-    between stages, or 2(n-1)/n times the parameters' bytes every `period` steps.
+    part in n, `Pipeline` that of its stages, `TensorParallel` one part in n of what is cut. What is
+    sent is in `strategy.describe()`: 2(n-1)/n times the gradients' bytes, 3(n-1)/n times the
+    parameters' bytes for each batch, what passes between stages, 2(n-1)/n times what passes between
+    layers that are cut, or 2(n-1)/n times the parameters' bytes every `period` steps.
 
     Args:
         model: a Module, or a function that returns one, which is called without memory.
         strategy: as for a trainer; None: `DataParallel()`.
         devices: ranks.
         optimizer: as for a trainer; None: AdamW.
-        global_batch: samples a step; wanted for what a pipeline sends.
+        global_batch: samples a step; wanted for what a pipeline, or `TensorParallel`, sends.
         accumulate: batches in which a rank goes through its share.
         sample: the input of a batch of one sample; wanted by a pipeline that is cut by itself, and
-            for what it sends.
+            for what it or `TensorParallel` sends.
     """
     check_whole("devices", devices, 1)
     check_whole("accumulate", accumulate, 1)
@@ -335,6 +279,55 @@ def _between(stages: Sequence[nn.Module], owners: Sequence[int], asked: _Asked) 
     return sent
 
 
+def _of_panels(strategy: TensorParallel, asked: _Asked) -> Estimate:
+    """One part in n of what the plan cuts, the rest whole; 2(n-1)/n of what is summed in passes.
+
+    That is, in each batch, what layers return that are cut by rows, and gradients of what those are
+    given that are cut by columns.
+    """
+    n, whole = asked.num_ranks, without_memory(asked.model)
+    if n == 1:
+        all_of_it = {name: (p, tuple(p.shape)) for name, p in whole.named_parameters()}
+        return Estimate(strategy, (asked.need(all_of_it, sent=0),))
+    from nbdist.train.strategies.torch_tensor import Tensors, summed_bytes  # noqa: PLC0415 - it takes a second
+
+    plan = strategy.plan_of(asked.model, n)
+    sent = None
+    if asked.sample is not None and asked.global_batch is not None:
+        summed = summed_bytes(splitting.bare(whole), plan, splitting.without_memory(asked.sample))
+        if summed is not None:
+            sent = round(2 * _in_ring(n) * asked.global_batch * summed)
+    shapes = {}
+    parameters = dict(whole.named_parameters())
+    dims = Tensors(Portion(0, n), torch.device("cpu"), Axes()).cut(whole, plan)
+    for name, parameter in parameters.items():
+        shape = list(parameter.shape)
+        if (dim := dims.get(name)) is not None:
+            shape[dim] //= n
+        shapes[name] = parameter, tuple(shape)
+    needs = [asked.need(shapes, sent=sent)] * n
+    return Estimate(strategy, _with_copies(needs, strategy.copy_every))
+
+
+def _of_mesh(strategy: Mesh, asked: _Asked) -> Estimate:
+    """As the strategy along the model axis; twins sum gradients, 2(d-1)/d of their bytes."""
+    n, axes = asked.num_ranks, strategy.axes()
+    strategy.check_ranks(n)
+    num_parts = axes.num_parts(n)
+    num_twins = n // num_parts
+    share = None if asked.global_batch is None else asked.global_batch // num_twins
+    inner = strategy.along_model
+    of_one = _COUNTED[type(inner)](inner, asked._replace(num_ranks=num_parts, global_batch=share))
+    summed = 2 * _in_ring(num_twins)
+    needs = tuple(
+        need._replace(
+            sent=None if need.sent is None else need.sent + round(summed * need.gradients)
+        )
+        for need in of_one.ranks
+    )
+    return Estimate(strategy, needs * num_twins, of_one.idle_share)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -347,4 +340,6 @@ _COUNTED: dict[type, Callable[[Any, _Asked], Estimate]] = {
     DiLoCo: _of_apart,
     Sharded: _of_shards,
     Pipeline: _of_stages,
+    TensorParallel: _of_panels,
+    Mesh: _of_mesh,
 }

@@ -1,12 +1,13 @@
 """Small models for tutorials, tests and benchmarks: a byte-level GPT, and an MLP that steps fast.
 
 Plain torch modules, made in an engine's main thread or in any process that has torch; they know
-nothing of ranks, groups or recovery.
+nothing of groups or recovery, only where they can be cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +103,29 @@ class GPT(nn.Module):
         """
         return [self._embed, *self.blocks, nn.Sequential(self.norm, self.head)]
 
+    def tensor_plan(self, num_ranks: int) -> dict[str, Any]:
+        """How `TensorParallel` cuts its layers: each rank has some heads, and some of each MLP.
+
+        Embeddings, norms and the head stay whole.
+
+        Raises:
+            ValueError: heads cannot be shared out to so many ranks alike.
+        """
+        if self.config.num_heads % num_ranks:
+            raise ValueError(
+                f"num_heads={self.config.num_heads}, which {num_ranks} ranks cannot share alike: "
+                "the number of ranks must divide it"
+            )
+        from torch.distributed.tensor import parallel  # noqa: PLC0415 - it takes a second
+
+        by_columns, by_rows = parallel.ColwiseParallel, parallel.RowwiseParallel
+        return {
+            "blocks.*.attention.query_key_value": by_columns(),
+            "blocks.*.attention.onto_stream": by_rows(),
+            "blocks.*.mlp.widen": by_columns(),
+            "blocks.*.mlp.onto_stream": by_rows(),
+        }
+
 
 class _Embedding(nn.Module):
     """From tokens `(batch, length)` to the stream `(batch, length, width)`."""
@@ -145,22 +169,24 @@ class _Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_width = config.width // config.num_heads
         self.dropout = config.dropout
+        # Rows come head by head, each with its query, key and value: a piece of them has heads.
         self.query_key_value = nn.Linear(config.width, 3 * config.width)
         self.onto_stream = nn.Linear(config.width, config.width)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, stream: Tensor) -> Tensor:
-        batch, length, width = stream.shape
-        # (batch, length, 3 · width) → three of (batch, heads, length, width / heads)
-        parted = self.query_key_value(stream).view(batch, length, 3, self.num_heads, -1)
-        query, key, value = parted.permute(2, 0, 3, 1, 4).unbind()
+        batch, length, _ = stream.shape
+        # (batch, length, 3 · width) → three of (batch, heads, length, width / heads). There are as
+        # many heads as this rank has: `tensor_plan`.
+        parted = self.query_key_value(stream).view(batch, length, -1, 3, self.head_width)
+        query, key, value = parted.permute(3, 0, 2, 1, 4).unbind()
         dropout = self.dropout if self.training else 0.0
         seen = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True
         )
-        joined = seen.transpose(1, 2).reshape(batch, length, width)
+        joined = seen.transpose(1, 2).reshape(batch, length, -1)
         added: Tensor = self.drop(self.onto_stream(joined))
         return added
 

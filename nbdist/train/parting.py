@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -40,6 +39,28 @@ class InPieces(nn.Module):
     """By the parameters' names."""
 
 
+class Piece(NamedTuple):
+    """Which numbers of a whole tensor a rank has."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def common(self, other: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What both have, as this one's numbers and as the other's; empty: nothing."""
+        here, there = [], []
+        for mine, num, its, its_num in zip(*self, *other, strict=True):
+            start, stop = max(mine, its), max(mine, its, min(mine + num, its + its_num))
+            here.append(slice(start - mine, stop - mine))
+            there.append(slice(start - its, stop - its))
+        return tuple(here), tuple(there)
+
+
+def pieces_of(module: nn.Module) -> dict[str, Piece]:
+    """Name -> which piece of the whole parameter a part has."""
+    origins = origins_of(module)
+    return {n: Piece(origins[n].offsets, tuple(p.shape)) for n, p in module.named_parameters()}
+
+
 def origins_of(module: nn.Module) -> dict[str, Origin]:
     """Name -> where its piece begins, of all parameters of a part, also of those it has whole."""
     own = module.origins if isinstance(module, InPieces) else {}
@@ -55,22 +76,9 @@ def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 def gathering(module: nn.Module) -> Gathered:
     """What gathers the state of this part of a model."""
     buffers = [name for name, _ in module.named_buffers()]
-    rows = rows_of(module)
-    if rows is not None:
-        return GatheredRows(rows, buffers)
+    if isinstance(module, InPieces):
+        return GatheredPieces(pieces_of(module), buffers)
     return Gathered([name for name, _ in module.named_parameters()], buffers)
-
-
-def rows_of(module: nn.Module) -> Mapping[str, slice] | None:
-    """Name -> which rows of the whole parameter a part has; None where it has parameters whole."""
-    if not isinstance(module, InPieces):
-        return None
-    origins = origins_of(module)
-    return {
-        name: slice(origins[name].offsets[0], origins[name].offsets[0] + len(piece))
-        for name, piece in module.named_parameters()
-        if piece.dim()
-    }
 
 
 class Gathered:
@@ -137,41 +145,44 @@ class Gathered:
         }
 
 
-class GatheredRows(Gathered):
-    """The same where a part is some rows of each parameter; states come in the order of rows.
+class GatheredPieces(Gathered):
+    """The same where a part is a piece of each parameter, and so are those that states are of.
 
     Args:
-        rows: name -> which of the whole parameter.
+        pieces: name -> which piece of the whole parameter.
         buffers: names.
     """
 
-    def __init__(self, rows: Mapping[str, slice], buffers: Iterable[str]) -> None:
-        super().__init__(rows, buffers)
-        self._rows = rows
+    def __init__(self, pieces: Mapping[str, Piece], buffers: Iterable[str]) -> None:
+        super().__init__(pieces, buffers)
+        self._pieces = pieces
 
     def add(self, state: dict[str, Any]) -> None:
-        """One more state: of other rows of each parameter, which come after those before."""
+        """One more state: of other pieces, which may overlap with those before."""
         parameters, optimizer = state["parameters"], state["optimizer"]
-        crops = {
-            name: slice(max(0, rows.start - start), max(0, rows.stop - start))
-            for name, rows in self._rows.items()
-            for start in [state["starts"][name]]
-        }
         had = self._tensors["parameters"]
+        there = {
+            name: Piece(tuple(state["offsets"][name]), tuple(parameters[name].shape))
+            for name in self._pieces
+        }
         moments = dict(optimizer["state"])
         for names, group in zip(state["groups"], optimizer["param_groups"], strict=True):
             for name, number in zip(names, group["params"], strict=True):
-                if name in crops and number in moments:
-                    shape, before = parameters[name].shape, self._moments.get(name, {})
+                if name in there and number in moments:
+                    before = self._moments.get(name, {})
                     moments[number] = {
-                        key: _joined(before.get(key), value[crops[name]])
-                        if isinstance(value, Tensor) and value.dim() and value.shape == shape
+                        key: self._joined(name, before.get(key), value, there[name])
+                        if isinstance(value, Tensor) and value.shape == there[name].shape
                         else value
                         for key, value in moments[number].items()
                     }
-        joined = {n: _joined(had.get(n), parameters[n][crop]) for n, crop in crops.items()}
+        joined = {n: self._joined(n, had.get(n), parameters[n], its) for n, its in there.items()}
         super().add({**state, "parameters": joined, "optimizer": {**optimizer, "state": moments}})
 
-
-def _joined(before: Tensor | None, rows: Tensor) -> Tensor:
-    return rows.clone() if before is None else torch.cat([before, rows])
+    def _joined(self, name: str, before: Tensor | None, value: Tensor, its: Piece) -> Tensor:
+        """What there was of a piece, and what another has of it."""
+        own = self._pieces[name]
+        joined = value.new_zeros(own.shape) if before is None else before
+        here, there = own.common(its)
+        joined[here] = value[there]
+        return joined

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch.distributed as dist
 
 from nbdist.protocol.story import ROWS, Evaluation
+from nbdist.train.strategies.axes import place_of_rank
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -118,9 +118,7 @@ class SoloPort:
         self.settings: list[dict[str, float]] = []
         self.generation, self.slow_factor, self.patience_s = 0, 1.0, 0.0
         self.others_come = False
-        has_group = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if has_group else 0
-        self.world_size = dist.get_world_size() if has_group else 1
+        self.rank, self.world_size = place_of_rank()
         self._rows, self._evaluations = rows, evaluations
 
     def poll(self) -> None:

@@ -5,6 +5,7 @@ Runs in the engine's main thread; does no communication.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -79,6 +80,14 @@ class Recipe:
             raise TypeError(
                 f"strategy is {shown(self.strategy)}; it must be a strategy, such as DataParallel()"
             )
+
+    def for_axis(self, strategy: Strategy, num_places: int) -> Recipe:
+        """The same for one axis of a mesh, where ranks take one of so many parts of a batch."""
+        share = max(1, self.global_batch // num_places)
+        accumulate = min(self.accumulate, share)
+        return dataclasses.replace(
+            self, strategy=strategy, global_batch=share, accumulate=accumulate
+        )
 
     # ---- what is made of them
 

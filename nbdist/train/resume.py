@@ -16,13 +16,13 @@ from nbdist.train.checkpoint import (
     MISFIT,
     REST,
     first_line,
-    place_of_rank,
     places_of,
     sampling_of,
     unpack,
 )
 from nbdist.train.parting import InPieces, Origin, names_by_group, origins_of
 from nbdist.train.strategies.apart import Apart
+from nbdist.train.strategies.axes import place_of_rank
 from nbdist.train.strategies.outer import Kept
 
 if TYPE_CHECKING:
@@ -196,7 +196,9 @@ def _own_part(rests: list[dict[str, Any]], state: State) -> dict[str, Any]:
     having = [rest for rest in rests if "registered" in rest]
     places = places_of(state.module)
     same = [rest for rest in having if rest["parameters"] == places]
-    return (same or having)[0]
+    rank, _ = place_of_rank()
+    own = [rest for rest in same if rest is rests[min(rank, len(rests) - 1)]]
+    return (own or same or having)[0]
 
 
 def _check_names(

@@ -17,7 +17,7 @@ import torch
 
 from nbdist.engine.digests import fingerprint
 from nbdist.protocol import values
-from nbdist.train.parting import gathering, names_by_group, rows_of
+from nbdist.train.parting import gathering, names_by_group, origins_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -141,9 +141,8 @@ class Whole:
         """The whole state, as torch writes it to files."""
         state, file = self._state, io.BytesIO()
         groups = names_by_group(state.module, state.optimizer)
-        rows = rows_of(state.module)
-        starts = None if rows is None else {name: its.start for name, its in rows.items()}
-        torch.save({**whole(state), "groups": groups, "starts": starts}, file)
+        offsets = {name: list(its.offsets) for name, its in origins_of(state.module).items()}
+        torch.save({**whole(state), "groups": groups, "offsets": offsets}, file)
         return file.getvalue()
 
     def take_back(self, data: bytes) -> None:

@@ -1,64 +1,19 @@
 """A model that is cut by rows trains like any other, and goes on when a rank's rows are lost."""
 
-import random
-import time
-
 import numpy as np
 import pytest
 import training
+from training import cell_in_parts, kill_each, passed
 
 import nbdist
 
-CELL = """
-import torch
-from torch.nn import functional
-from torch.utils.data import TensorDataset
-from nbdist.train import Evaluate, Sharded, Trainer, bench_model
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(240, 64, generator=generator)
-    return TensorDataset(inputs, torch.randint(0, 10, (240,), generator=generator))
-
-def make(**more):
-    usual = dict(model=bench_model, data=data(), loss=functional.cross_entropy, global_batch=47)
-    usual |= dict(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), clip_norm=1.0)
-    usual |= dict(evaluate=Evaluate(data(), every=25))
-    return Trainer(**(usual | dict(strategy=Sharded(["2", "4", "6"], copy_every=5)) | more))
-
-trainer = make()
-"""
-
-
-def passed(run, step):
-    return len(run.history["step"]) >= step
-
-
-def kill_each(engines, until, num_kills, seed):
-    """Kill ranks in turn, at random moments, and compare with a run that nothing happens to."""
-    moment = random.Random(seed)
-    engines.run(CELL)
-    run = engines.train("trainer", steps=1_000_000)
-    for number in range(num_kills):
-        before, mark = engines.generation, len(run.history["step"]) + moment.randrange(7, 20)
-        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
-        time.sleep(moment.random() * 0.02)  # the moment is not to be that of a commit
-        engines.kill(number % engines.world_size)
-        engines.wait_healthy(60, after=before + 1)
-    mark = len(run.history["step"]) + 12
-    until(lambda: passed(run, mark), 60, "the run goes on")
-    run.stop()
-    training.check_steps(run)
-    losses = training.undisturbed(engines, len(run.history["step"]))
-    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)
-    assert len([i for i in run.incidents if i.kind == "lost"]) == num_kills
-    assert all(i.steps_repeated <= 6 for i in run.incidents), run.incidents
+CELL = cell_in_parts("Sharded(['2', '4', '6'], copy_every=5)")
 
 
 def test_rows_that_are_lost_come_back(cluster, until):
     """The curve is that of an undisturbed run, and no more steps are done again than lie between
     two copies."""
-    kill_each(cluster(3), until, 3, seed=5)
+    kill_each(cluster(3), until, CELL, 3, seed=5)
 
 
 @pytest.mark.slow
@@ -66,7 +21,7 @@ def test_rows_that_are_lost_come_back(cluster, until):
 @pytest.mark.parametrize("seed", range(3))
 def test_any_rank_of_four_may_be_lost(cluster, until, seed):
     """At any moment: in a gather, in a sum of gradients, in the vote, in the update."""
-    kill_each(cluster(4), until, 8, seed)
+    kill_each(cluster(4), until, CELL, 8, seed)
 
 
 LOOP = """

@@ -1,11 +1,13 @@
 """Little models and data that strategies are tried with, and how far two results are apart."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from nbdist.train import GPT, GPTConfig
+from nbdist.data import ByteText, pydoc_text
+from nbdist.train import GPT, DataParallel, Evaluate, GPTConfig, Trainer, next_token_loss
 
 FEATURES, CLASSES, WIDTH = 12, 5, 24
 
@@ -45,3 +47,105 @@ def text():
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 256, (64, 17), generator=generator)
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def mostly_slow(cases, *quick):
+    """Cases of a test, of which each run does only some."""
+    return [pytest.param(c, marks=() if c in quick else pytest.mark.slow) for c in cases]
+
+
+def usual(strategy, **changes):
+    """A trainer of a little model."""
+    given = {
+        "model": build,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "loss": functional.cross_entropy,
+        "data": dataset(),
+        "global_batch": 48,
+    }
+    return Trainer(strategy=strategy, **given | changes)
+
+
+def outcome(trainer, steps):
+    """Whole parameters, whole gradients of the last step, and the losses."""
+    losses = trainer.fit(steps)["loss"].tolist()
+    model = trainer.model
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+    if trainer.is_replicated:
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    else:
+        parameters = dict(model.whole_parameters())
+        gradients = {name: model.gather(name, grad) for name, grad in gradients.items()}
+    return (
+        {name: value.numpy() for name, value in parameters.items()},
+        {name: value.numpy() for name, value in gradients.items()},
+        losses,
+    )
+
+
+def check_sixty_steps(together, num_ranks, strategy):
+    """The byte model's loss on real text is within 1e-3 of that of one process."""
+
+    def last(strategy):
+        trainer = usual(
+            strategy,
+            model=lambda: GPT(GPTConfig(num_layers=2, width=64)),
+            data=ByteText(pydoc_text(), 128),
+            loss=next_token_loss,
+            global_batch=8,
+            clip_norm=1.0,
+        )
+        return trainer.fit(60)["loss"][-1]
+
+    (expected,) = together(1, lambda _: last(DataParallel()))
+    assert expected < 4.0
+    for loss in together(num_ranks, lambda _: last(strategy)):
+        assert loss == pytest.approx(expected, abs=1e-3)
+
+
+def check_short_batches(together, num_ranks, strategy):
+    """Every sample counts once in a step and in an evaluation, whatever does not come out even."""
+    data = dataset(41)
+
+    def body(strategy):
+        trainer = usual(
+            strategy,
+            data=data,
+            global_batch=16,
+            tail="short",
+            evaluate=Evaluate(data, every=3, batch=3, metrics={"right": right}),
+        )
+        losses = trainer.fit(6)["loss"].tolist()
+        return losses, [e.metrics for e in trainer.evaluations]
+
+    ((losses, metrics),) = together(1, lambda _: body(DataParallel()))
+    for its, their in together(num_ranks, lambda _: body(strategy)):
+        assert its == pytest.approx(losses, rel=1e-5)
+        for got, expected in zip(their, metrics, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+    assert len(metrics) == 2
+
+
+def check_lost(together, num_ranks, lost, trainer):
+    """What one rank loses comes back: all go back to the last copy, and the curve is that of an
+    undisturbed run, bit for bit."""
+
+    def undisturbed(_):
+        one = trainer()
+        return one.fit(9)["loss"].tolist(), one.digest()
+
+    def disturbed(rank):
+        one = trainer()
+        one.fit(5)
+        if rank == lost:
+            one = trainer()
+        one._state.exchange._is_new = True
+        one.fit(9 - one.step)
+        return one.history["loss"].tolist(), one.digest(), one.step
+
+    expected = together(num_ranks, undisturbed)
+    answers = together(num_ranks, disturbed)
+    for (losses, digest), (its, its_digest, step) in zip(expected, answers, strict=True):
+        assert step == 9
+        assert its[-5:] == losses[-5:]
+        assert its_digest == digest

@@ -7,6 +7,9 @@ without believing the ledger.
 
 from __future__ import annotations
 
+import random
+import time
+
 import numpy as np
 
 NUM_SAMPLES = 6000
@@ -88,6 +91,30 @@ trainer = Trainer(
 """
 
 
+_IN_PARTS = """
+import torch
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+from nbdist.train import Evaluate, Mesh, Pipeline, Sharded, TensorParallel, Trainer, bench_model
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(240, 64, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 10, (240,), generator=generator))
+
+def make(**more):
+    usual = dict(model=bench_model, data=data(), loss=functional.cross_entropy, global_batch=47)
+    usual |= dict(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), clip_norm=1.0)
+    usual |= dict(evaluate=Evaluate(data(), every=25))
+    return Trainer(**(usual | dict(strategy=STRATEGY) | more))
+"""
+
+
+def cell_in_parts(strategy, before=""):
+    """A trainer whose ranks hold parts of a model, as a cell makes it; `before`: more lines."""
+    return f"{_IN_PARTS}\n{before}\nSTRATEGY = {strategy}\ntrainer = make()\n"
+
+
 def cell(strategy):
     """The same with another strategy, given as it is written in a cell."""
     return f"{CELL}trainer = make(strategy={strategy})\n"
@@ -121,3 +148,31 @@ def check_replicas(engines, name="trainer"):
     digests = engines.parameter_digest(name)
     assert set(digests) == set(range(engines.world_size))
     assert len(set(digests.values())) == 1, digests
+
+
+def passed(run, step):
+    return len(run.history["step"]) >= step
+
+
+def kill_each(engines, until, cell, num_kills, seed):
+    """Kill ranks in turn, at random moments, and compare with a run that nothing happens to.
+
+    Each rank holds a part of its own, and the cell has copies made every five steps.
+    """
+    moment = random.Random(seed)
+    engines.run(cell)
+    run = engines.train("trainer", steps=1_000_000)
+    for number in range(num_kills):
+        before, mark = engines.generation, len(run.history["step"]) + moment.randrange(7, 20)
+        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
+        time.sleep(moment.random() * 0.02)  # the moment is not to be that of a commit
+        engines.kill(number % engines.world_size)
+        engines.wait_healthy(60, after=before + 1)
+    mark = len(run.history["step"]) + 12
+    until(lambda: passed(run, mark), 60, "the run goes on")
+    run.stop()
+    check_steps(run)
+    losses = undisturbed(engines, len(run.history["step"]))
+    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)
+    assert len([i for i in run.incidents if i.kind == "lost"]) == num_kills
+    assert all(i.steps_repeated <= 6 for i in run.incidents), run.incidents

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint  # these two each process would import
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
@@ -25,8 +26,10 @@ from nbdist.train import (
     GPT,
     DataParallel,
     GPTConfig,
+    Mesh,
     Pipeline,
     Sharded,
+    TensorParallel,
     Trainer,
     estimate,
     next_token_loss,
@@ -77,7 +80,7 @@ def make(strategy=None, **changes):
 def held(trainer):
     """Name -> bytes, of this rank's parameters and their two moments; of rows, the whole ones."""
     state, model = trainer.optimizer.state, trainer.model
-    whole = getattr(model, "_gather", lambda _, tensor: tensor)
+    whole = getattr(model, "gather", lambda _, tensor: tensor)
     return {
         name: [
             (whole(name, t.detach()) if t.dim() else t).detach().numpy().tobytes()
@@ -142,6 +145,13 @@ LAYOUTS = {
     "stages 2": (2, Pipeline(2, "1f1b", 8)),
     "rows 2": (2, Sharded()),
     "rows 3": (3, Sharded()),
+    "panels 2": (2, TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()})),
+    "panels 4": (4, TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()})),
+    "meshes 2 of 2": (4, Mesh(pipeline=Pipeline(2, "1f1b", 4), data=2)),
+    "panels 2 of 2": (
+        4,
+        Mesh(tensor=TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()}), data=2),
+    ),
     "rows 4": (4, Sharded()),  # of the last bias, with five, the last rank has none
 }
 WAYS = [
@@ -161,6 +171,16 @@ WAYS = [
     ("rows 4", "alone"),
     ("stages 2", "rows 2"),
     ("rows 3", "stages 2"),
+    ("panels 2", "panels 2"),
+    ("panels 4", "panels 2"),
+    ("panels 2", "alone"),
+    ("rows 3", "panels 2"),
+    ("panels 2", "rows 3"),
+    ("meshes 2 of 2", "meshes 2 of 2"),
+    ("meshes 2 of 2", "stages 4 on 2"),
+    ("replicas 3", "meshes 2 of 2"),
+    ("panels 2 of 2", "replicas 2"),
+    ("rows 3", "panels 2 of 2"),
 ]
 
 

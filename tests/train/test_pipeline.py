@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from little import FEATURES, WIDTH, build, dataset, far, gpt, right, text, token_loss
+from little import FEATURES, WIDTH, build, check_lost, dataset, far, gpt, right, text, token_loss
 from torch import nn
 from torch.nn import functional
 
@@ -372,26 +372,7 @@ def test_a_lost_stage_comes_back_from_the_neighbour(together, lost):
             model=Noisy,
         )
 
-    def undisturbed(_):
-        one = trainer()
-        return one.fit(9)["loss"].tolist(), one.digest()
-
-    def disturbed(rank):
-        one = trainer()
-        one.fit(5)
-        if rank == lost:
-            one = trainer()
-        one._state.exchange._is_new = True
-        one.fit(9 - one.step)
-        return one.history["loss"].tolist(), one.digest(), one.step
-
-    expected = together(3, undisturbed)
-    for (losses, digest), (its, its_digest, step) in zip(
-        expected, together(3, disturbed), strict=True
-    ):
-        assert step == 9
-        assert its[-5:] == losses[-5:]
-        assert its_digest == digest
+    check_lost(together, 3, lost, trainer)
 
 
 def test_neighbours_that_are_lost_together_are_named(together):

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from little import mostly_slow
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -14,8 +15,10 @@ from nbdist.train import (
     GPT,
     DataParallel,
     GPTConfig,
+    Mesh,
     Pipeline,
     Sharded,
+    TensorParallel,
     Trainer,
     next_token_loss,
 )
@@ -165,6 +168,14 @@ def test_a_weight_at_both_ends_stays_one(follow, together):
     assert outcomes[0][0] == outcomes[2][0] == dict(enumerate(expected))
 
 
+def check_curves(outcomes, script, expected):
+    """Who is in the last group has trained its steps, and all steps as one process does."""
+    for number in script[-1][0]:
+        losses, _ = outcomes[number]
+        assert set(losses) >= set(range(script[-2][1], script[-1][1]))
+        assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-5)
+
+
 ROWS = {
     "one of four is lost": [((0, 1, 2, 3), 8), ((0, 1, 3), 14)],
     "one is left": [((0, 1), 8), ((1,), 14)],
@@ -185,14 +196,105 @@ def test_rows_are_cut_anew_for_those_that_are_there(follow, together, case):
     script = ROWS[case]
     expected = together(1, lambda _: gpt(DataParallel()).fit(script[-1][1])["loss"].tolist())[0]
     outcomes = follow(script, rows)
-    for number in script[-1][0]:
-        losses, _ = outcomes[number]
-        for step, loss in losses.items():
-            assert loss == pytest.approx(expected[step], rel=1e-5)
-        assert set(losses) >= set(range(script[-2][1], script[-1][1]))
+    check_curves(outcomes, script, expected)
+
+
+PANELS = {
+    "two of four are lost": [((0, 1, 2, 3), 8), ((0, 2), 14)],
+    "one is left": [((0, 1), 8), ((1,), 14)],
+    "some join": [((0, 1), 8), ((0, 1, 2, 3), 14)],
+    "back again": [((0, 1, 2, 3), 8), ((0, 2), 12), ((0, 1, 2, 3), 18)],
+    "nobody has trained": [((0, 1, 2, 3), 0), ((0, 1), 8)],
+}
+
+
+def panels(strategy=None):
+    config = GPTConfig(num_layers=2, num_heads=4, width=32, context=16, tied=True)
+    strategy = strategy or TensorParallel(copy_every=3)
+    return make(strategy, model=lambda: GPT(config), data=text(), loss=next_token_loss)
+
+
+@pytest.mark.parametrize("case", mostly_slow(PANELS, "two of four are lost"))
+def test_panels_are_cut_anew_where_heads_divide(follow, together, case):
+    """The curve is that of one process, with what the optimizer keeps of each panel."""
+    script = PANELS[case]
+    expected = together(1, lambda _: panels(DataParallel()).fit(script[-1][1])["loss"].tolist())[0]
+    outcomes = follow(script, panels)
+    check_curves(outcomes, script, expected)
 
 
 OWN = {rank: [f"{rank}{kind}{i}" for kind in "FB" for i in range(3)] for rank in range(3)}
+
+
+def test_heads_that_three_cannot_share_end_the_run(together, tmp_path):
+    """With a sentence, on each rank that is left."""
+
+    def body(number):
+        rank = Rank(number, tmp_path, panels)
+        assert rank.form(0, (0, 1, 2, 3))
+        rank.train(4)
+        if rank.form(1, (0, 1, 3)):
+            with pytest.raises(
+                RecoveryFailed, match=r"3 ranks that the group has now: num_heads=4"
+            ):
+                rank.train(8)
+        return True
+
+    assert all(together(4, body, has_group=False))
+
+
+TWINS = {
+    "one comes from its twin": ([((0, 1, 2, 3), 8), ((0, 1, 2, 4), 14)], 0),
+    "the first two change places": ([((0, 1, 2, 3), 8), ((4, 1, 2, 5), 14)], 0),
+    "both twins are lost": ([((0, 1, 2, 3), 8), ((0, 4, 2, 5), 14)], 2),
+    "one model is left": ([((0, 1, 2, 3), 8), ((0, 1), 14)], 0),
+    "its parts are of two": ([((0, 1, 2, 3), 8), ((1, 2), 14)], 0),
+    "one rank is left": ([((0, 1, 2, 3), 8), ((2,), 14)], 2),
+    "another model joins": ([((0, 1), 8), ((0, 1, 2, 3), 14)], 0),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(TWINS, "one comes from its twin", "both twins are lost", "its parts are of two"),
+)
+def test_a_stage_comes_from_its_twin(follow, together, case):
+    """No step is done again where each stage is somewhere; the curve is that of one process."""
+    script, num_again = TWINS[case]
+    num_steps = script[-1][1]
+    expected = together(1, lambda _: gpt(DataParallel()).fit(num_steps)["loss"].tolist())[0]
+    strategy = Mesh(pipeline=Pipeline(2, "1f1b", 4, copy_every=3), data=DataParallel())
+    outcomes = follow(script, lambda: gpt(strategy))
+    check_curves(outcomes, script, expected)
+    for number in script[-1][0]:
+        losses, again = outcomes[number]
+        if all(number in members for members, _ in script):
+            assert (len(losses), again) == (num_steps, num_again)
+
+
+def test_panels_come_from_their_twins(follow, together):
+    """Without any copies, and exactly."""
+    strategy = Mesh(tensor=2, data=2)
+    expected = together(4, lambda _: panels(strategy).fit(14)["loss"].tolist())[0]
+    bare = Mesh(tensor=TensorParallel(copy_every=0), data=2)
+    outcomes = follow([((0, 1, 2, 3), 8), ((4, 1, 2, 5), 14)], lambda: panels(bare))
+    assert outcomes[1] == outcomes[2] == (dict(enumerate(expected)), 0)
+
+
+def test_three_of_a_mesh_of_four_say_how_many_there_must_be(together, tmp_path):
+    """On each of them, and none trains on."""
+
+    def body(number):
+        rank = Rank(number, tmp_path, lambda: gpt(Mesh(pipeline=2, data=2)))
+        assert rank.form(0, (0, 1, 2, 3))
+        rank.train(2)
+        if rank.form(1, (0, 1, 2)):
+            with pytest.raises(RecoveryFailed, match=r"3 ranks now, and there must be a multiple"):
+                rank.train(4)
+            dist.barrier()  # else one might be gone before the others have formed the group
+        return True
+
+    assert all(together(4, body, has_group=False))
 
 
 @pytest.mark.parametrize(

@@ -14,54 +14,40 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from little import FEATURES, build, dataset, far, gpt, right, text, token_loss
+from little import (
+    FEATURES,
+    build,
+    check_lost,
+    check_short_batches,
+    check_sixty_steps,
+    far,
+    gpt,
+    outcome,
+    text,
+    token_loss,
+    usual,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from nbdist.data import ByteText, pydoc_text
 from nbdist.errors import OutOfMemory, RecoveryFailed, WrongState
 from nbdist.train import (
-    GPT,
     DataParallel,
-    Evaluate,
-    GPTConfig,
     Sharded,
-    Trainer,
     estimate,
     next_token_loss,
 )
 from nbdist.train.randomness import seeded
-from nbdist.train.strategies.slices import Portion
+from nbdist.train.strategies.axes import Portion
 
 
 def make(strategy=None, **changes):
-    usual = {
-        "model": build,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
-        "loss": functional.cross_entropy,
-        "data": dataset(),
-        "global_batch": 48,
-    }
-    return Trainer(strategy=strategy or Sharded(), **usual | changes)
+    return usual(strategy or Sharded(), **changes)
 
 
 def fitted(strategy=None, steps=5, **changes):
-    """Whole parameters, whole gradients of the last step, and the losses."""
-    trainer = make(strategy, **changes)
-    losses = trainer.fit(steps)["loss"].tolist()
-    model = trainer.model
-    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
-    if isinstance(trainer._state.recipe.strategy, DataParallel):
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    else:
-        parameters = dict(model.whole_parameters())
-        gradients = {name: model._gather(name, grad) for name, grad in gradients.items()}
-    return (
-        {name: value.numpy() for name, value in parameters.items()},
-        {name: value.numpy() for name, value in gradients.items()},
-        losses,
-    )
+    return outcome(make(strategy, **changes), steps)
 
 
 def test_two_ranks_are_ddp_bit_by_bit(together):
@@ -107,8 +93,10 @@ class Noisy(nn.Module):
         super().__init__()
         self.row = nn.ModuleList([nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)])
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, inputs):
+        self.calls += self.training
         for block in self.row:
             inputs = block(inputs)
         return inputs * self.frozen
@@ -153,47 +141,13 @@ def test_the_byte_model_learns_as_in_one_process(together, tied):
 
 @pytest.mark.slow
 def test_sixty_steps_of_the_byte_model(together):
-    """The loss is within 1e-3 of that of one process after 60 steps, on real text."""
-
-    def body(strategy):
-        data = ByteText(pydoc_text(), 128)
-        trainer = make(
-            strategy,
-            model=lambda: GPT(GPTConfig(num_layers=2, width=64)),
-            data=data,
-            loss=next_token_loss,
-            global_batch=8,
-            clip_norm=1.0,
-        )
-        return trainer.fit(60)["loss"].tolist()
-
-    ((*_, expected),) = together(1, lambda _: body(DataParallel()))
-    assert expected < 4.0
-    for *_, last in together(3, lambda _: body(Sharded())):
-        assert last == pytest.approx(expected, abs=1e-3)
+    """The loss is that of one process."""
+    check_sixty_steps(together, 3, Sharded())
 
 
 def test_short_batches_and_evaluations(together):
     """Ranks whose parts of a set differ evaluate together, and every sample counts once."""
-    data = dataset(41)
-
-    def body(strategy):
-        trainer = make(
-            strategy,
-            data=data,
-            global_batch=16,
-            tail="short",
-            evaluate=Evaluate(data, every=3, batch=3, metrics={"right": right}),
-        )
-        losses = trainer.fit(6)["loss"].tolist()
-        return losses, [e.metrics for e in trainer.evaluations]
-
-    ((losses, metrics),) = together(1, lambda _: body(DataParallel()))
-    for its, their in together(3, lambda _: body(Sharded())):
-        assert its == pytest.approx(losses, rel=1e-5)
-        for got, expected in zip(their, metrics, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
-    assert len(metrics) == 2
+    check_short_batches(together, 3, Sharded())
 
 
 def test_a_rank_holds_its_rows_and_no_more(together):
@@ -397,26 +351,7 @@ def test_lost_rows_come_back_from_the_neighbour(together, lost):
             model=Noisy,
         )
 
-    def undisturbed(_):
-        one = trainer()
-        return one.fit(9)["loss"].tolist(), one.digest()
-
-    def disturbed(rank):
-        one = trainer()
-        one.fit(5)
-        if rank == lost:
-            one = trainer()
-        one._state.exchange._is_new = True
-        one.fit(9 - one.step)
-        return one.history["loss"].tolist(), one.digest(), one.step
-
-    expected = together(3, undisturbed)
-    for (losses, digest), (its, its_digest, step) in zip(
-        expected, together(3, disturbed), strict=True
-    ):
-        assert step == 9
-        assert its[-5:] == losses[-5:]
-        assert its_digest == digest
+    check_lost(together, 3, lost, trainer)
 
 
 @pytest.mark.parametrize(("copy_every", "why"), [(0, "copy_every is 0"), (2, "lost together")])

@@ -27,7 +27,8 @@ def row(*told, num_ranks=3):
 @pytest.mark.parametrize(
     ("stands", "step"),
     [
-        (row((7, 2, 4), (7, 2, 4), (7, 2, 4)), 4),
+        (row((7, 2, 4), (7, 2, 4), (7, 2, 4)), 7),
+        (row((7, 2, 4), (7, 2, 4), (8, 2, 4)), 4),
         (row((7, 2, 4), None, (7, 2, 4)), 4),
         (row(None, (7, 2, 4), (7, 2, 4)), 4),
         (row((4, 2, 4), None, (4, 0, 2)), 2),
@@ -41,23 +42,23 @@ def row(*told, num_ranks=3):
 )
 def test_the_newest_step_of_which_every_state_is_somewhere(stands, step):
     """A rank's state is with itself or with the next; two neighbours lost are too many."""
-    found = newest(stands)
+    found = newest(stands, len(stands))
     assert (found and found.step) == step
 
 
 def test_those_that_are_left_have_the_states_of_all():
     """Ranks 0, 1 and 3 of four; without 2 and 3, nobody has what 2 had."""
     four = row((7, 4), (7, 4), (7, 4), (7, 4), num_ranks=4)
-    assert newest([four[0], four[1], four[3]]) == Spread(4, 4, 4)
-    assert newest(four[:2]) is None
+    assert newest([four[0], four[1], four[3]], 3) == Spread(4, 4, 4)
+    assert newest(four[:2], 2) is None
 
 
 def test_what_is_kept_on_the_spot_counts_where_all_are_there():
     """Before a change of size each keeps its present state alone: it is newer than the copies."""
     here = [stand(7, rank, 7, num_ranks=2, has_left=False) for rank in (0, 1)]
     newcomers = row(None, None, None, None, num_ranks=4)[2:]
-    assert newest([*here, *newcomers]) == Spread(7, 2, 2)
-    assert newest([here[0], *newcomers]) is None
+    assert newest([*here, *newcomers], 4) == Spread(7, 2, 2)
+    assert newest([here[0], *newcomers], 3) is None
 
 
 def test_of_two_cuts_at_one_step_the_present_one_is_taken():
@@ -67,7 +68,7 @@ def test_of_two_cuts_at_one_step_the_present_one_is_taken():
         for rank, before in enumerate(row((4, 4), (4, 4), (4, 4), num_ranks=4)[:3])
         for now in [Spread(4, 3, 3)]
     ]
-    assert newest(both) == Spread(4, 3, 3)
+    assert newest(both, 3) == Spread(4, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_of_two_cuts_at_one_step_the_present_one_is_taken():
 )
 def test_ranks_are_together_where_nothing_is_to_be_done(stands, answer):
     """The same step, and of the same cut each the part of its number."""
-    assert are_together(stands) is answer
+    assert are_together(stands, range(len(stands))) is answer
 
 
 class State:
@@ -108,7 +109,8 @@ def test_copies_of_two_steps_are_kept():
         copies.keep(Spread(step, 1, 2), 0, State(step))
     (mine,) = copies.gather(Spread(7, 1, 2), 0, 0, 1)
     assert mine == stand(7, 0, 4, 6, num_ranks=1, per_rank=2, has_left=False)
-    spread = newest([mine])
-    assert list(copies.fetch([mine], spread, 0, is_same=True)) == [b"step 6"]
+    held = State(7)
+    assert list(copies.fetch([mine], Spread(6, 1, 2), 0, held, wanted=[0])) == [b"step 6"]
+    assert list(copies.fetch([mine], newest([mine], 1), 0, held, wanted=None)) == [b"step 7"]
     copies.drop_after(4)
-    assert newest(copies.gather(Spread(7, 1, 2), 0, 0, 1)).step == 4
+    assert newest(copies.gather(Spread(0, 1, 2), 0, 0, 1), 1).step == 4

@@ -15,6 +15,7 @@ from nbdist.train import (
     LocalSGD,
     Pipeline,
     Sharded,
+    TensorParallel,
     estimate,
 )
 
@@ -115,6 +116,28 @@ def test_a_pipeline_has_its_stages():
     assert named.ranks[0].parameters == num_bytes(blocks[0])
     assert named.ranks[0].sent is None
     assert "?" in repr(named)
+
+
+def test_panels_are_a_part_of_what_is_cut():
+    """And the rest is whole; what is sent are the sums in each block, two forward and two back."""
+
+    def heads():
+        return GPT(GPTConfig(num_layers=4, num_heads=4, width=8, context=4))
+
+    blocks = heads().blocks
+    cut = sum(num_bytes(block.attention) + num_bytes(block.mlp) for block in blocks)
+    cut -= sum(b.attention.onto_stream.bias.nbytes + b.mlp.onto_stream.bias.nbytes for b in blocks)
+    stream = 16 * 4 * 8 * 4  # samples, tokens, width, bytes of a number
+    for num_ranks in (1, 2, 4):
+        made = estimate(heads, TensorParallel(), num_ranks, sample=TOKENS, global_batch=16)
+        need = made.ranks[0]
+        assert made.ranks == (need,) * num_ranks
+        assert need.parameters == num_bytes(heads()) - cut + cut // num_ranks
+        assert need.gradients == need.parameters
+        assert need.sent == 2 * (num_ranks - 1) * 4 * 4 * stream // num_ranks
+    assert estimate(heads, TensorParallel(), 2).ranks[0].sent is None
+    with pytest.raises(ValueError, match="num_heads=4, which 3 ranks cannot share"):
+        estimate(heads, TensorParallel(), 3)
 
 
 def test_what_is_asked_for_cannot_be_counted():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.train.parting import Gathered, GatheredRows, names_by_group
+from nbdist.train.parting import Gathered, GatheredPieces, Piece, names_by_group
 
 
 def build(names):
@@ -84,7 +84,7 @@ def some_rows(start, stop, lr):
         "buffers": {},
         "optimizer": optimizer.state_dict(),
         "groups": names_by_group(part, optimizer),
-        "starts": {"a": start},
+        "offsets": {"a": [start]},
         "counters": {"step": 1},
         "scheduler": None,
         "registered": {},
@@ -103,7 +103,7 @@ def some_rows(start, stop, lr):
 )
 def test_rows_come_out_of_the_rows_of_others(had, wanted):
     """Just those that are wanted, each with its own moments; a count of steps stays one number."""
-    gathered = GatheredRows({"a": slice(*wanted)}, [])
+    gathered = GatheredPieces({"a": Piece((wanted[0],), (wanted[1] - wanted[0],))}, [])
     for start, stop in had:
         gathered.add(some_rows(start, stop, 0.1))
     expected = some_rows(*wanted, 0.1)
@@ -112,3 +112,41 @@ def test_rows_come_out_of_the_rows_of_others(had, wanted):
     moments, its = state["optimizer"]["state"][0], expected["optimizer"]["state"][0]
     assert all(torch.equal(moments[key], its[key]) for key in its)
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.1
+
+
+def some_of(piece):
+    """The state of a rank that has this piece of a matrix of 4 × 6."""
+    whole = torch.arange(24.0).view(4, 6)
+    mine = whole[tuple(slice(at, at + num) for at, num in zip(*piece, strict=True))]
+    return {
+        "parameters": {"a": mine},
+        "buffers": {},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": -mine}},
+            "param_groups": [{"params": [0], "lr": 0.1}],
+        },
+        "groups": [["a"]],
+        "offsets": {"a": list(piece.offsets)},
+        "counters": {"step": 1},
+        "scheduler": None,
+        "registered": {},
+    }
+
+
+ROWS = [Piece((0, 0), (3, 6)), Piece((3, 0), (1, 6))]
+COLUMNS = [Piece((0, 0), (4, 3)), Piece((0, 3), (4, 3))]
+WHOLE = [Piece((0, 0), (4, 6))]
+
+
+@pytest.mark.parametrize("had", [ROWS, COLUMNS, WHOLE, [*COLUMNS, *WHOLE], COLUMNS[::-1]])
+@pytest.mark.parametrize("wanted", [*ROWS, *COLUMNS, *WHOLE, Piece((1, 2), (2, 3))])
+def test_a_piece_comes_out_of_any_pieces(had, wanted):
+    """Rows, columns or both, in any order, also where several have the same."""
+    gathered = GatheredPieces({"a": wanted}, [])
+    for piece in had:
+        gathered.add(some_of(piece))
+    expected = some_of(wanted)
+    state = gathered.state([["a"]], expected["optimizer"])
+    assert torch.equal(state["parameters"]["a"], expected["parameters"]["a"])
+    moments, its = state["optimizer"]["state"][0], expected["optimizer"]["state"][0]
+    assert all(torch.equal(moments[key], its[key]) for key in its)

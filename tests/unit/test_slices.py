@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from nbdist.train import GPT, GPTConfig, Sharded
-from nbdist.train.strategies.slices import Portion, bundles_of, made_together
+from nbdist.train.strategies.axes import Portion
+from nbdist.train.strategies.divided import made_together
+from nbdist.train.strategies.slices import bundles_of
 
 
 def gpt(tied=False):

@@ -8,8 +8,8 @@ import torch.distributed.checkpoint  # the first write would import it
 
 from nbdist.errors import CheckpointUnreadable
 from nbdist.train import tensors as module
-from nbdist.train.parting import InPieces, Origin, origins_of, rows_of
-from nbdist.train.strategies.slices import Portion
+from nbdist.train.parting import InPieces, Origin, Piece, origins_of, pieces_of
+from nbdist.train.strategies.axes import Portion
 from nbdist.train.tensors import INDEX, Index, write
 
 SHAPES = {"matrix": (5, 3), "few": (1, 2), "even": (4,), "one": (), "none": (0, 2)}
@@ -128,8 +128,7 @@ class Rows(InPieces):
 def test_a_module_says_which_pieces_it_has():
     """Of what it says nothing of, it has the whole; and any other module has all whole."""
     assert origins_of(Rows()) == {"some": Origin((5, 3), (3, 0)), "scale": Origin((), ())}
-    assert rows_of(Rows()) == {"some": slice(3, 5)}
+    assert pieces_of(Rows()) == {"some": Piece((3, 0), (2, 3)), "scale": Piece((), ())}
     other = torch.nn.Linear(3, 2)
     other.origins = {"weight": "the user's own"}
     assert origins_of(other) == {"weight": Origin((2, 3), (0, 0)), "bias": Origin((2,), (0,))}
-    assert rows_of(other) is None

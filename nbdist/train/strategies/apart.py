@@ -74,6 +74,10 @@ class Apart:
         """Replicas train in any group."""
         return True
 
+    def twins(self, rank: int, world_size: int) -> Place:  # noqa: ARG002 - in any group
+        """No other has come to what this rank has."""
+        return Place(0, 1)
+
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt begins; what was on its way in an earlier group is lost."""
         self.place, self._pending = Place(rank, world_size), 0.0

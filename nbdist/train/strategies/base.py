@@ -4,8 +4,7 @@ A strategy has two halves: the settings, a frozen dataclass that the user writes
 which the settings make for one trainer in one process and which does the communication. Settings
 say what of the model a rank holds; the exchange says what of a batch it takes, and does forward and
 backward with it, since only it knows who has which part of the model. The group is torch's default
-group, whichever that is at the moment: an exchange keeps no group. Runs in the engine's main
-thread.
+group, whichever that is at the moment: an exchange keeps none. Runs in the engine's main thread.
 """
 
 from __future__ import annotations
@@ -68,6 +67,9 @@ class Terms(Protocol):
     @property
     def precision(self) -> str:
         """In which models compute."""
+
+    def for_axis(self, strategy: Strategy, num_places: int) -> Terms:
+        """The same for one axis of a mesh, where ranks take one of so many parts of a batch."""
 
     def make_module(self) -> nn.Module:
         """The whole model; who calls this has seeded the generators."""
@@ -141,6 +143,9 @@ class Exchange(Protocol):
 
         Where it is not, and another group is to come, it waits for that.
         """
+
+    def twins(self, rank: int, world_size: int) -> Place:
+        """Which this rank is of those that hold the same in a group of this size, of how many."""
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt at a step begins, in a group of this size. Does no communication."""

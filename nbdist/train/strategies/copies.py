@@ -62,26 +62,37 @@ class Stand(NamedTuple):
 
     @property
     def has(self) -> set[tuple[Spread, int]]:
-        """The states that it keeps."""
-        return {(kept.spread, rank) for kept in self.kept for rank in kept.ranks}
+        """The states that it keeps, and what it holds now."""
+        kept = {(kept.spread, rank) for kept in self.kept for rank in kept.ranks}
+        return kept | {(self.now, self.rank)} if self.now.step else kept
 
 
-def are_together(stands: Sequence[Stand]) -> bool:
-    """Whether all hold the parts that they should, of the same step."""
+def are_together(stands: Sequence[Stand], parts: Sequence[int]) -> bool:
+    """Whether all hold the parts that they should, of the same step.
+
+    Args:
+        stands: of all ranks of the group.
+        parts: of each the part that it should hold.
+    """
     now = stands[0].now
     places = [(stand.now, stand.rank) for stand in stands]
-    return now.num_ranks == len(stands) and places == [(now, at) for at in range(len(stands))]
+    return now.num_ranks == max(parts) + 1 and places == [(now, part) for part in parts]
 
 
-def newest(stands: Sequence[Stand]) -> Spread | None:
-    """That of the newest step of which every state is somewhere; None: there is none."""
+def newest(stands: Sequence[Stand], num_parts: int) -> Spread | None:
+    """That of the newest step of which every state is somewhere; None: there is none.
+
+    Args:
+        stands: of all ranks of the group.
+        num_parts: parts of the model there; as many are wanted rather than others.
+    """
     there = set[tuple[Spread, int]]().union(*(stand.has for stand in stands))
     whole = [
         spread
         for spread in {spread for spread, _ in there}
         if all((spread, rank) in there for rank in range(spread.num_ranks))
     ]
-    return max(whole, key=lambda s: (s.step, s.num_ranks == len(stands), *s), default=None)
+    return max(whole, key=lambda s: (s.step, s.num_ranks == num_parts, *s), default=None)
 
 
 class Copies:
@@ -95,13 +106,20 @@ class Copies:
         """Keep the present state here alone."""
         self._keep(now, (rank, keeper.copy(), None))
 
-    def renew(self, now: Spread, rank: int, keeper: Keeper) -> None:
-        """Keep the present state, here and at the neighbour."""
+    def renew(self, now: Spread, rank: int, keeper: Keeper, beside: Sequence[int]) -> None:
+        """Keep the present state, here and at the neighbour; every rank of the group comes here.
+
+        Args:
+            now: where this rank stands.
+            rank: whose part it holds.
+            keeper: copies the state.
+            beside: which ranks of the group hold the parts of the model, one after the other.
+        """
         data, num = keeper.copy(), now.num_ranks
-        sizes = torch.zeros(num, dtype=torch.int64)
-        sizes[rank] = len(data)
+        sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        sizes[beside[rank]] = len(data)
         sum_on_backend(sizes)
-        before, behind = (rank - 1) % num, (rank + 1) % num
+        before, behind = beside[(rank - 1) % num], beside[(rank + 1) % num]
         received = torch.empty(int(sizes[before]), dtype=torch.uint8)
         _move({behind: _as_tensor(data)}, {before: received})
         self._keep(now, (rank, data, received.numpy().tobytes()))
@@ -125,26 +143,37 @@ class Copies:
         return [_read(row) for row in table.tolist()]
 
     def fetch(
-        self, stands: Sequence[Stand], spread: Spread, rank: int, *, is_same: bool
+        self,
+        stands: Sequence[Stand],
+        spread: Spread,
+        rank: int,
+        keeper: Keeper,
+        *,
+        wanted: Sequence[int] | None,
     ) -> Iterator[bytes]:
         """The states of a spread that this rank needs, one after the other.
 
-        Every rank goes through it to its end.
+        Every rank goes through it to its end, and changes nothing before.
 
         Args:
             stands: of all ranks.
             spread: that `newest` has named.
             rank: which this one is.
-            is_same: each rank needs that of its own number; else all need all.
+            keeper: what it holds now.
+            wanted: of each rank the number of the state that it needs; None: all need all.
         """
         for number in range(spread.num_ranks):
             lacking = [at for at, stand in enumerate(stands) if (spread, number) not in stand.has]
-            receivers = [at for at in lacking if not is_same or at == number]
+            needing = [at for at in range(len(stands)) if wanted is None or wanted[at] == number]
+            receivers = [at for at in needing if at in lacking]
             giver = next(at for at in range(len(stands)) if at not in lacking)
-            data = self._of(spread, number) if rank not in lacking else b""
+            is_asked = rank in needing or (receivers and rank == giver)
+            data = b""
+            if is_asked and rank not in lacking:
+                data = self._of(spread, number) or keeper.copy()
             if receivers:
                 data = pass_on(data, giver, receivers, rank)
-            if not is_same or rank == number:
+            if rank in needing:
                 yield data
 
     def drop_after(self, step: int) -> None:
@@ -160,12 +189,12 @@ class Copies:
         """Whether copies were made of it."""
         return now in self._kept
 
-    def _of(self, spread: Spread, number: int) -> bytes:
-        own, data, left = self._kept[spread]
+    def _of(self, spread: Spread, number: int) -> bytes | None:
+        """A copy that was made; None: of what is held now there may be none."""
+        own, data, left = self._kept.get(spread, (-1, b"", None))
         if number == own:
             return data
-        assert left is not None
-        return left
+        return left if (own - 1) % spread.num_ranks == number else None
 
     def _keep(self, now: Spread, kept: tuple[int, bytes, bytes | None]) -> None:
         self._kept.pop(now, None)

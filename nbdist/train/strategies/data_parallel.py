@@ -2,10 +2,9 @@
 
 Gradients are summed by torch's DistributedDataParallel, bucket by bucket while the backward pass
 goes on: as they are, or by a codec that makes them smaller on their way. The module itself is
-called and not the wrapper: its reducer is told of a backward pass when it begins, not of a forward
-pass, so a model may be called in any way and as often as the user likes, and which pass exchanges
-gradients is decided where it cannot be missed. Runs in the engine's main thread; a sum's end is
-stamped in whichever of torch's threads it comes.
+called and not the wrapper: its reducer is told of a backward pass when it begins, so a model may be
+called in any way and as often as the user likes, and which pass exchanges gradients is decided
+where it cannot be missed. Runs in the engine's main thread; a sum's end is stamped in any thread.
 """
 
 # No `from __future__ import annotations`: DistributedDataParallel reads the hook's annotations.
@@ -139,6 +138,10 @@ class Replicas:
     def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
         """Replicas train in any group."""
         return True
+
+    def twins(self, rank: int, world_size: int) -> Place:
+        """All ranks hold the same."""
+        return Place(rank, world_size)
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:  # noqa: ARG002 - any will do
         """An attempt begins. The wrapper is made with the first that has company."""
@@ -387,11 +390,11 @@ def take_from_first(tensor: Tensor) -> None:
         tensor.copy_(dense)
 
 
-def sum_on_backend(tensor: Tensor) -> None:
-    """Sum over all ranks. NCCL sums on its own devices alone."""
+def sum_on_backend(tensor: Tensor, group: Any = None) -> None:
+    """Sum over all ranks, or those of a group. NCCL sums on its own devices alone."""
     if "gloo" in str(dist.get_backend_config()):
-        WORKS.follow(dist.all_reduce(tensor, async_op=True)).wait()
+        WORKS.follow(dist.all_reduce(tensor, group=group, async_op=True)).wait()
         return
     there = tensor.to(torch.device("cuda", torch.cuda.current_device()))
-    dist.all_reduce(there)
+    dist.all_reduce(there, group=group)
     tensor.copy_(there)

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from nbdist.errors import WrongState
 from nbdist.train.strategies import building, splitting
+from nbdist.train.strategies.axes import Portion
+from nbdist.train.strategies.data_parallel import take_from_first
+from nbdist.train.strategies.holding import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +36,7 @@ class Layout(NamedTuple):
         return [stage for stage, owner in enumerate(self.owners) if owner == self.rank]
 
 
-class Held(nn.Module):
+class Held(Holding):
     """The stages of one rank. Parameters have the names that they have in the whole model.
 
     Args:
@@ -53,17 +56,24 @@ class Held(nn.Module):
         names: dict[int, str],
         shared: dict[str, tuple[int, ...]],
     ) -> None:
-        super().__init__()
+        super().__init__(Portion(layout.rank, layout.num_ranks))
         self.stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
         self.layout, self.counts, self.shared = layout, list(counts), shared
         mine = [*self.stages.parameters(), *self.stages.buffers()]
         self._names = {id(tensor): names[id(tensor)] for tensor in mine}
         self.order = {name: place for place, name in enumerate(names.values())}
         """Of everything in the whole model."""
-        self.source: list[Tensor] = []
-        """Where the user gave a module: all its parameters and buffers, to be taken from rank 0."""
-        self.again: Callable[[int], Held]
-        """Cuts the model into so many stages for the present group; ValueError: it cannot be."""
+
+    @property
+    def num_stages(self) -> int:
+        """Of the whole model."""
+        return len(self.layout.owners)
+
+    def take_from_first(self) -> bool:
+        """Have the weights of rank 0, where the user gave a module; whether that is so."""
+        for tensor in self.source:
+            take_from_first(tensor)
+        return bool(self.source)
 
     def stage(self, number: int) -> Stage:
         """A stage of this rank."""

@@ -30,6 +30,8 @@ class Passage:
         """The context in which the model computes."""
         self.key: tuple[int, ...] = ()
         """From which, with block and micro-batch, the random numbers of a forward pass follow."""
+        self.first = 0
+        """The number of the first micro-batch, of all that go through the model's twins."""
         self._forward: tuple[int, torch.device] | None = None
         """The micro-batch that goes forward now, and on which device."""
         self.slow_factor = 1.0
@@ -56,7 +58,7 @@ class Passage:
         """To a block, whose random numbers depend neither on the schedule nor on the cut."""
         if self._forward is not None:
             microbatch, device = self._forward
-            seed_all(seed_of(*self.key, block, microbatch), device)
+            seed_all(seed_of(*self.key, block, self.first + microbatch), device)
 
     @contextlib.contextmanager
     def computes(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
@@ -73,13 +75,14 @@ class Passage:
             sleep((self.slow_factor - 1) * took_ns * 1e-9)
         self.ready_ns = perf_counter_ns()
         if not self.is_silent:
-            emit.span(kind, began_ns, self.ready_ns, ident=microbatch, value=stage)
+            ident = self.first + microbatch
+            emit.span(kind, began_ns, self.ready_ns, ident=ident, value=stage)
 
     def tell_plan(self, actions: Iterable[Action], num_stages: int) -> None:
         """What this rank is to compute, in its order."""
         now_ns = perf_counter_ns()
         for place, action in enumerate(actions):
-            value = packed(action, num_stages)
+            value = packed(action._replace(microbatch=self.first + action.microbatch), num_stages)
             emit.span(Kind.PLANNED, now_ns, now_ns, ident=place, value=value)
 
     def tell(self, kind: Kind, microbatch: int, ops: Sequence[Any]) -> None:
@@ -87,4 +90,4 @@ class Passage:
         if ops and not self.is_silent:
             now_ns = perf_counter_ns()
             num_bytes = sum(op.tensor.nbytes for op in ops)
-            emit.span(kind, now_ns, now_ns, ident=microbatch, value=num_bytes)
+            emit.span(kind, now_ns, now_ns, ident=self.first + microbatch, value=num_bytes)

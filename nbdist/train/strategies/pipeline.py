@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nbdist.engine import runs
 from nbdist.train.checks import check_whole
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies import actions, schedules
+from nbdist.train.strategies.axes import Axes
 from nbdist.train.strategies.held import Held, Layout, hold
 from nbdist.train.strategies.splitting import Split, check_split, is_counts
 from nbdist.train.strategies.stages import Stages
@@ -29,6 +29,7 @@ from nbdist.train.strategies.stages import Stages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nbdist.train.strategies.axes import Portion
     from nbdist.train.strategies.base import Terms
 
 
@@ -88,18 +89,15 @@ class Pipeline:
         samples = terms.global_batch // terms.accumulate
         return self.microbatches or schedules.default_microbatches(self.stages, samples)
 
-    def _layout(self, num_stages: int, num_microbatches: int) -> Layout:
+    def _layout(self, num_stages: int, num_microbatches: int, portion: Portion) -> Layout:
         """Who has which stage in the present group."""
-        has_group = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank() if has_group else 0
-        num_ranks = dist.get_world_size() if has_group else 1
+        rank, num_ranks = portion
         if num_ranks == 1:
             return Layout((0,) * num_stages, 0, 1)
         try:
             owners = self._owners(num_stages, num_ranks, num_microbatches)
         except ValueError:
-            present = runs.present()
-            if present is None or not present.is_replaying:
+            if not runs.is_replaying():
                 raise
             # A newcomer of a world in which the others have cut the model anew: so will it.
             return Layout(tuple(range(num_stages)), min(rank, num_stages - 1), num_stages)
@@ -119,6 +117,10 @@ class Pipeline:
 
     def hold(self, terms: Terms, sample: Callable[[], Any]) -> nn.Module:
         """The stages of this rank."""
+        return self.hold_along(Axes(), terms, sample)
+
+    def hold_along(self, axes: Axes, terms: Terms, sample: Callable[[], Any]) -> nn.Module:
+        """The same where other ranks may have the same stages."""
         if isinstance(terms.model, Held):
             return terms.model
 
@@ -134,10 +136,10 @@ class Pipeline:
                 make,
                 given=given,
                 split="auto" if has_counts else self.split,
-                layout=self._layout(num_stages, self._num_microbatches(terms)),
+                layout=self._layout(num_stages, self._num_microbatches(terms), axes.present()),
                 sample=lambda: sample()[0],
             )
-            held.again = cut
+            held.axes, held.again = axes, cut
             return held
 
         return cut(self.stages)

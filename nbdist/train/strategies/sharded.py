@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nbdist.train.checks import check_whole, shown
 from nbdist.train.randomness import seeded
+from nbdist.train.strategies.axes import Axes
 from nbdist.train.strategies.shards import Shards
-from nbdist.train.strategies.slices import Portion, Slices, hold
+from nbdist.train.strategies.slices import Slices, hold
 
 if TYPE_CHECKING:
     from nbdist.train.strategies.base import Terms
@@ -83,16 +83,15 @@ class Sharded:
             with seeded(terms.seed, torch.device("cpu")):
                 return terms.make_module()
 
-        is_given = isinstance(terms.model, nn.Module)
+        axes, is_given = Axes(), isinstance(terms.model, nn.Module)
 
-        def cut() -> Slices:
-            has_group = dist.is_available() and dist.is_initialized()
-            own = Portion(dist.get_rank(), dist.get_world_size()) if has_group else Portion(0, 1)
-            slices = hold(make, is_given=is_given, blocks_of=self.blocks_of, portion=own)
-            slices.again = cut
+        def cut(_num_stages: int) -> Slices:
+            blocks_of = self.blocks_of
+            slices = hold(make, is_given=is_given, blocks_of=blocks_of, portion=axes.present())
+            slices.axes, slices.again = axes, cut
             return slices
 
-        return cut()
+        return cut(1)
 
     def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Shards:  # noqa: ARG002 - as for all strategies
         """The working half."""

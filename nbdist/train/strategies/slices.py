@@ -7,21 +7,26 @@ communication.
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbdist.engine.works import WORKS
-from nbdist.errors import WrongState
-from nbdist.train.parting import InPieces, Origin
 from nbdist.train.strategies import building
+from nbdist.train.strategies.divided import (
+    Bundle,
+    Divided,
+    made_together,
+    maker,
+    put,
+    without_memory,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from nbdist.train.strategies.axes import Portion
     from nbdist.train.strategies.torch_fsdp import Fsdp
 
 
@@ -29,65 +34,22 @@ _KEPT_UP_TO_BYTES = 1 << 20
 """Blocks come and go in each pass: kept for the next, their memory would add up (`building`)."""
 
 
-class Portion(NamedTuple):
-    """Which rows a rank has, of how many ranks."""
-
-    rank: int
-    num_ranks: int
-
-    def rows(self, num: int) -> slice:
-        """Of a parameter with so many; torch cuts so that only the last ranks have fewer."""
-        each = -(-num // self.num_ranks)
-        return slice(min(self.rank * each, num), min((self.rank + 1) * each, num))
-
-    def origin(self, parameter: Tensor) -> Origin:
-        """Where they begin in a whole parameter."""
-        starts = [self.rows(num).start for num in parameter.shape[:1]]
-        return Origin(tuple(parameter.shape), (*starts, *[0] * (parameter.dim() - len(starts))))
-
-    def num_padded(self, num: int) -> int:
-        """Rows that collectives carry for so many: as many for each rank."""
-        return -(-num // self.num_ranks) * self.num_ranks
-
-
-class Slices(InPieces):
+class Slices(Divided):
     """A model of which this rank has some rows of each parameter, under the model's own names."""
 
     def __init__(self, whole: nn.Module, portion: Portion, fsdp: Fsdp | None) -> None:
-        super().__init__()
-        self.whole = whole
-        """The model. Its parameters are torch's, which no rank can work with alone."""
-        self.portion, self.fsdp = portion, fsdp
-        """Whose rows these are; what cuts the model, None where there is one rank."""
+        super().__init__(whole, portion)
+        self.fsdp = fsdp
+        """What cuts the model; None where there is one rank."""
         self._cut = dict(whole.named_parameters())
         self.origins = {name: portion.origin(p) for name, p in self._cut.items()}
-        self._rows = self._cut if fsdp is None else self._views(fsdp)
-        self.source: list[tuple[str, Tensor]] = []
-        """Where the user gave a module: all its parameters, to be taken from rank 0."""
-        self.again: Callable[[], Slices] = lambda: self
-        """Cuts the same model anew, for the group that there is then."""
+        self._own = self._cut if fsdp is None else self._views(fsdp)
 
     def _views(self, fsdp: Fsdp) -> dict[str, nn.Parameter]:
         return {
             name: nn.Parameter(fsdp.rows(p), requires_grad=p.requires_grad)
             for name, p in self._cut.items()
         }
-
-    def named_parameters(
-        self,
-        prefix: str = "",
-        recurse: bool = True,
-        remove_duplicate: bool = True,  # noqa: ARG002 - as torch has it; there are none
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's rows."""
-        for name, parameter in self._rows.items() if recurse else ():
-            yield f"{prefix}.{name}" if prefix else name, parameter
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """As in the whole model."""
-        yield from self.whole.named_buffers(prefix, recurse, remove_duplicate)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model gives; every rank calls it as often as the others."""
@@ -99,7 +61,7 @@ class Slices(InPieces):
         """A backward pass is over: add what it gave to the gradients of the rows."""
         if self.fsdp is None:
             return
-        for name, parameter in self._rows.items():
+        for name, parameter in self._own.items():
             gradient = self.fsdp.take_gradient(self._cut[name])
             if gradient is not None and parameter.grad is not None:
                 parameter.grad += gradient
@@ -107,41 +69,17 @@ class Slices(InPieces):
                 parameter.grad = gradient
         self.fsdp.end_pass()
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each parameter as a whole, one after the other.
-
-        Every rank goes through all of them; only one is there at a time.
-        """
-        for name, parameter in self._rows.items():
-            yield name, self._gather(name, parameter.detach())
-
-    def _gather(self, name: str, rows: Tensor) -> Tensor:
+    def gather(self, name: str, piece: Tensor) -> Tensor:
+        """The whole of what all ranks have rows of."""
         if self.fsdp is None:
-            return rows.clone()
+            return piece.clone()
         num = self.origins[name].shape[0]
         each = self.portion.num_padded(num) // self.portion.num_ranks
-        mine = rows.new_zeros(each, *rows.shape[1:])
-        mine[: len(rows)] = rows
-        together = rows.new_empty(each * self.portion.num_ranks, *rows.shape[1:])
+        mine = piece.new_zeros(each, *piece.shape[1:])
+        mine[: len(piece)] = piece
+        together = piece.new_empty(each * self.portion.num_ranks, *piece.shape[1:])
         WORKS.follow(dist.all_gather_single(together, mine, async_op=True)).wait()
         return together[:num]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override] # as its overloads come to
-        """Of one rank's rows there is none that another model could load."""
-        if self.fsdp is None:
-            state: dict[str, Any] = self.whole.state_dict(*args, **kwargs)
-            return state
-        raise WrongState(
-            "no rank holds the whole model: each has its rows of every parameter. On all ranks, "
-            "dict(trainer.model.whole_parameters()) gathers them"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        """It stays in its process, as the rows of the others do in theirs."""
-        raise TypeError(
-            "a model that is cut over the ranks cannot be sent or copied: each rank holds its own "
-            "rows. On all ranks, dict(trainer.model.whole_parameters()) gathers them"
-        )
 
 
 def hold(
@@ -161,19 +99,10 @@ def hold(
     """
     if portion.num_ranks == 1:
         return Slices(make(), portion, None)
-    outlined = None if is_given else building.outline(make)
-    if outlined is None:
-        model = make()
-        held = _cut(blocks_of, portion, lambda _: model)
-        held.source = [*model.named_parameters()] if is_given else []
-        return held
-    outline, made = outlined
-    buffers, places = list(outline.buffers()), dict(outline.named_parameters())
-
-    def part(names: Sequence[str]) -> nn.Module:
-        return building.build(make, made, [*buffers, *(places[name] for name in names)])
-
-    return _cut(blocks_of, portion, part)
+    part = maker(make, is_given=is_given)
+    held = _cut(blocks_of, portion, part)
+    held.source = [*part([]).named_parameters()] if is_given else []
+    return held
 
 
 def _cut(
@@ -191,7 +120,7 @@ def _cut(
     from nbdist.train.strategies.torch_fsdp import Fsdp  # noqa: PLC0415 - it takes a second
 
     model = part([])
-    device, whole = next(model.parameters()).device, _without_memory(model)
+    device, whole = next(model.parameters()).device, without_memory(model)
     del model
     parameters = dict(whole.named_parameters())
     check_rows(parameters)
@@ -201,19 +130,11 @@ def _cut(
         made = dict(part(names).named_parameters())
         for bundle in together:
             for name in bundle.names:
-                _put(whole, parameters[name], made[name])
+                put(whole, parameters[name], made[name])
                 del made[name]
             fsdp.cut(bundle.module)
     building.keep_freed(_KEPT_UP_TO_BYTES)
     return Slices(whole, portion, fsdp)
-
-
-class Bundle(NamedTuple):
-    """Parameters that are gathered together: those of a block, or all that are in none."""
-
-    module: nn.Module
-    names: list[str]
-    num_bytes: int
 
 
 def bundles_of(whole: nn.Module, blocks: Sequence[nn.Module]) -> list[Bundle]:
@@ -241,37 +162,6 @@ def bundles_of(whole: nn.Module, blocks: Sequence[nn.Module]) -> list[Bundle]:
 
 def _bundle(module: nn.Module, parameters: dict[str, nn.Parameter]) -> Bundle:
     return Bundle(module, list(parameters), sum(p.nbytes for p in parameters.values()))
-
-
-def made_together(bundles: Sequence[Bundle], num_ranks: int) -> Iterator[list[Bundle]]:
-    """Groups that are made together: few times, and little beside what a rank keeps anyway."""
-    sizes = [bundle.num_bytes for bundle in bundles]
-    room = max(sum(sizes) / num_ranks, *sizes)
-    together: list[Bundle] = []
-    for bundle in bundles:
-        if together and sum(b.num_bytes for b in together) + bundle.num_bytes > room:
-            yield together
-            together = []
-        together.append(bundle)
-    yield together
-
-
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy whose parameters have no memory; its buffers do."""
-    bare = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    copied: nn.Module = copy.deepcopy(model, dict(bare))
-    return copied
-
-
-def _put(whole: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Have one parameter in place of another, wherever that is used."""
-    for module in whole.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter is old:
-                setattr(module, name, new)
 
 
 def check_rows(parameters: dict[str, nn.Parameter]) -> None:

@@ -5,42 +5,40 @@ Runs in the engine's main thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nbdist.engine import rebind
 from nbdist.engine.works import WORKS
-from nbdist.errors import RecoveryFailed, WrongState
+from nbdist.errors import WrongState
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.objective import Objective, pair_of, weigh
 from nbdist.train.strategies import actions
-from nbdist.train.strategies.base import Place
-from nbdist.train.strategies.copies import Copies, Spread, Stand, are_together, newest
-from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
+from nbdist.train.strategies.axes import own_group
+from nbdist.train.strategies.held import Held
 from nbdist.train.strategies.passage import Passage
 from nbdist.train.strategies.pieces import Pieces, rows_of
 from nbdist.train.strategies.schedules import owners as owners_of
-from nbdist.train.vote import FIRST_BUFFER
+from nbdist.train.strategies.settling import Settling, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from nbdist.train.strategies.base import Keeper, Summed, Turn
-    from nbdist.train.strategies.held import Held
+    from nbdist.train.strategies.copies import Spread
     from nbdist.train.strategies.schedules import Order
 
-_NO_GROUP = 0, 1, -1
 MAX_SCHEDULES = 4
 """One for each shape of a batch; the oldest go first."""
 
 
-class Stages:
+class Stages(Settling[Held]):
     """Passes batches through the stages, of which this rank has some."""
 
-    is_lockstep = True
-    num_lost = 0
+    pieces: ClassVar[str] = "stages"
 
     def __init__(
         self,
@@ -52,162 +50,71 @@ class Stages:
         precision: str,
         copy_every: int,
     ) -> None:
-        self.place = Place(0, 1)
-        """Every rank sees the whole batch."""
         self._schedule, self._seed = schedule, seed
         self._num_microbatches = num_microbatches
         numeric = Objective(None, None, precision)
         self._passage = Passage(lambda: numeric.autocast(self._device))
-        self._take(held)
+        super().__init__(held, copy_every=copy_every)
         from nbdist.train.strategies import torch_pipeline  # noqa: PLC0415 - it takes a second
 
         self._torch = torch_pipeline
         self._made: dict[tuple[Any, ...], Any] = {}
-        self._group = _NO_GROUP
-        """Own rank, size and generation of the present group."""
-        self._is_new = True
-        """The ranks have not settled in the present group yet."""
         self._is_told = False
         """The plan of the present group was told."""
-        self._copy_every = copy_every
-        self._copies = Copies()
         self._groups: dict[str, Any] = {}
         """Name of a shared parameter -> the group of those that have it."""
         self._turn: tuple[Turn, Pieces, Any] | None = None
         """The batch that goes through now: its step, its pieces, its targets."""
+        rebind.watch(self)
 
     def _take(self, held: Held) -> None:
         """This is what the rank holds."""
-        self._held, self._device = held, next(held.parameters()).device
+        super()._take(held)
+        self._device = next(held.parameters()).device
         for number in held.layout.own:
             held.stage(number).comes_to = self._passage.come_to
 
     # ---- the group
 
-    def fits(self, rank: int, world_size: int) -> bool:
-        """The stages lie on so many ranks, and on this one so."""
-        return (rank, world_size) == (self._held.layout.rank, self._held.layout.num_ranks)
+    def let_go(self) -> None:
+        """What was made for a group is of no use in the next one."""
+        self._made.clear()
+        self._groups.clear()
+        self._is_told = False
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:
-        """An attempt begins; what was made for an earlier group is of no use."""
-        group = rank, world_size, generation
-        if group != self._group:
-            self._made.clear()
-            self._groups.clear()
-            self._group, self._is_new, self._is_told = group, True, False
-
-    @torch.no_grad()
-    def settle(self, keeper: Keeper) -> bool:
-        """See that all ranks hold the same step; before the first, take a module's weights.
-
-        In a new group all may have to go back to their copies, and to cut the model anew where it
-        has another size. In any group copies are renewed every so many steps.
-        """
-        is_new = self._is_new
-        has_changed = self._settle_in(keeper) if is_new else False
-        self._is_new = False
-        if self._held.layout.num_ranks == 1:
-            return has_changed
-        for tensor in self._held.source if keeper.step == 0 else []:
-            take_from_first(tensor)
-            has_changed = True
-        now = self._now(keeper)
-        is_due = bool(self._copy_every) and keeper.step % self._copy_every == 0
-        is_due = is_due and not self._copies.has(now)
-        if self._copy_every and (is_new or is_due or self._copies.is_empty):
-            self._copies.renew(now, self._held.layout.rank, keeper)
-        return has_changed
+        """An attempt begins."""
+        before = self._group
+        super().begin(rank, world_size, generation)
+        if self._group != before:
+            self.let_go()
 
     def _settle_in(self, keeper: Keeper) -> bool:
         """In a new group; whether what this rank holds has changed."""
-        layout, (rank, num_ranks, _) = self._held.layout, self._group
-        if num_ranks == layout.num_ranks == 1:
-            return False
-        if not self.fits(rank, num_ranks) and keeper.step:
-            self._copies.keep(self._now(keeper), layout.rank, keeper)  # all may be here still
-        stands = self._copies.gather(self._now(keeper), layout.rank, rank, num_ranks)
-        has_changed = not are_together(stands)
-        if has_changed:
-            self._come_together(stands, keeper)
-        for name, ranks in self._held.shared.items():
-            self._groups[name] = dist.new_group(list(ranks))
+        has_changed = super()._settle_in(keeper)
+        rank, num_ranks, _ = self._group
+        models = self._axes.models(num_ranks)
+        for name, parts in self._held.shared.items():
+            lines = [[ranks[part] for part in parts] for ranks in models]
+            self._groups[name] = own_group(lines, rank)
         return has_changed
 
-    def _now(self, keeper: Keeper) -> Spread:
-        layout = self._held.layout
-        return Spread(keeper.step, layout.num_ranks, len(layout.owners))
-
-    def _come_together(self, stands: Sequence[Stand], keeper: Keeper) -> None:
-        """All hold the parts that they should in this group, of the same step."""
-        rank, num_ranks, _ = self._group
-        spread = newest(stands)
-        if spread is None and any(stand.now.step for stand in stands):
-            raise RecoveryFailed(self._lost(stands))
-        known = [stand.now for stand in stands] if spread is None else [spread]
-        num_stages = num_ranks * max(s.num_stages // s.num_ranks for s in known)
-        is_same = spread is not None and spread[1:] == (num_ranks, num_stages)
-        held = self._held_in(num_stages)
-        copies: Iterable[bytes] = ()
-        if spread is not None:
-            copies = self._copies.fetch(stands, spread, rank, is_same=is_same)
-        if is_same and held is self._held:
-            (own,) = copies
-            keeper.take_back(own)
-        elif spread is not None or held is not self._held:
-            keeper.move(held, copies)
-        self._take(held)
-        self._copies.drop_after(keeper.step)
-
-    def _held_in(self, num_stages: int) -> Held:
-        """What this rank is to hold in the present group: what it does, or what is cut anew."""
-        held, (rank, num_ranks, _) = self._held, self._group
-        if self.fits(rank, num_ranks) and len(held.layout.owners) == num_stages:
-            return held
-        try:
-            return held.again(num_stages)
-        except ValueError as error:
-            raise RecoveryFailed(
-                f"the pipeline cannot be cut anew for the {num_ranks} ranks that the group has "
-                f"now: {error}. Start as many engines as before (%dist_scale), or make the trainer "
-                "anew"
-            ) from error
-
-    def _lost(self, stands: Sequence[Stand]) -> str:
-        """Why nothing is left to go on with."""
-        newest_of_all = max(stand.now for stand in stands)
-        step, num_ranks, num_stages = newest_of_all
-        there = {stand.rank for stand in stands if stand.now == newest_of_all}
-        ranks = [rank for rank in range(num_ranks) if rank not in there]
+    def _were_lost(self, parts: Sequence[int], last: Spread) -> str:
+        """In words."""
         owners = self._held.layout.owners
         if isinstance(self._schedule, str):
-            owners = owners_of(self._schedule, num_stages, num_ranks)
-        stages = [stage for stage, owner in enumerate(owners) if owner in ranks]
-        why = (
-            "no rank has copies of one step of all stages: neighbours were lost together"
-            if self._copy_every
-            else "nobody keeps copies, since copy_every is 0"
-        )
+            owners = owners_of(self._schedule, last.num_stages, last.num_ranks)
+        stages = [stage for stage, owner in enumerate(owners) if owner in parts]
         return (
-            f"stages {stages} were lost with the weights of step {step}: rank"
-            f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {num_ranks} had "
-            f"them, and {why}. Make the trainer anew and train from the beginning"
+            f"stages {stages} were lost with the weights of step {last.step}: {listed(parts)} of "
+            f"{last.num_ranks} had them"
         )
-
-    def sum_(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks."""
-        if self._held.layout.num_ranks > 1:
-            sum_on_backend(tensor)
-
-    def sum_places_(self, tensor: Tensor) -> None:
-        """No other rank holds what this one holds."""
 
     def sum_vote(self, vote: list[float]) -> list[float]:
-        """Sum a vote; buffers are each rank's own. First, gradients of shared parameters."""
+        """Sum a vote. First, gradients of parameters that several stages use."""
         for parameter, group in self._shared():
             WORKS.follow(dist.all_reduce(parameter.grad, group=group, async_op=True)).wait()
-        tensor = torch.tensor(vote[:FIRST_BUFFER], dtype=torch.float64)
-        self.sum_(tensor)
-        return [*tensor.tolist(), *vote[FIRST_BUFFER:]]
+        return super().sum_vote(vote)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Of all stages together; what several ranks share counts once.
@@ -224,7 +131,7 @@ class Stages:
         }
         if counted:
             square[list(counted)] = torch.stack(list(counted.values())).cpu().double() ** 2
-        self.sum_(square)
+        self._axes.sum_parts_(square)
         norm = square.sum().sqrt()
         return norm.to(gradients[0]) if gradients else norm.float()
 
@@ -244,6 +151,8 @@ class Stages:
         inputs, target = pair_of(batch)
         pieces = Pieces(_num_samples(inputs), self._num_microbatches)
         self._passage.begin((self._seed, turn.number), turn.slow_factor)
+        # Micro-batches are numbered over all models, so that no two draw the same random numbers.
+        self._passage.first = self.place.at * self._num_microbatches
         self._turn = turn, pieces, target
         try:
             with turn.objective.autocast(self._device, is_suspended=True):
@@ -302,6 +211,7 @@ class Stages:
                 self._passage,
                 device=self._device,
                 loss=self._loss if is_training else None,
+                group=self._axes.of_parts,
             )
         if is_training and not self._is_told:
             orders = actions.parse(self._torch.planned(made))
@@ -336,16 +246,6 @@ class Stages:
             "of a pipeline: call step.train(batch) instead, which takes the trainer's loss="
         )
 
-    def commit(self, *, is_applied: bool, factor: float) -> None:
-        """Gradients are summed as they are: nothing is left for later steps."""
-
-    def forget(self) -> None:
-        """Nothing is kept of earlier steps but whole copies, which are right for theirs."""
-
-    def restart(self) -> None:
-        """Copies of a training that is given up are of no use; new ones are made at once."""
-        self._copies = Copies()
-
     def planned(self) -> dict[int, list[str]]:
         """In which order each rank computes, as "2F0"; empty before the first step in a group."""
         made = next((m for (is_training, *_), m in self._made.items() if is_training), None)
@@ -360,8 +260,8 @@ class Stages:
 
         The next run may be in another group: all ranks begin it anew.
         """
+        super().end()
         self._made.clear()
-        self._group = _NO_GROUP
         self._turn = None
 
 

@@ -2,8 +2,9 @@
 
 Its schedules and stages are young, and change between versions of torch: everything that touches
 them is here, with tests of its own (`tests/train/test_torch_pipeline.py`). A schedule passes a
-batch through the stages of all ranks; a stage tells when it computes and when it sends. Neither
-holds the group: both use torch's default group, whichever that is at the moment. Loading it costs a
+batch through the stages of all ranks; a stage tells when it computes and when it sends. Where all
+ranks have stages, neither holds the group: both use torch's default group, whichever that is at the
+moment; a group within it is let go of by who has made them. Loading it costs a
 second, so it is loaded where a pipeline is made.
 
 Runs in the engine's main thread.
@@ -60,8 +61,9 @@ class Stage(PipelineStage):
         num_stages: int,
         device: torch.device,
         passage: Passage,
+        group: Any,
     ) -> None:
-        super().__init__(module, number, num_stages, device)
+        super().__init__(module, number, num_stages, device, group=group)
         self._passage = passage
         self._kept: list[torch.Tensor] = []
         """Buffers, while torch tries the stage out."""
@@ -167,11 +169,15 @@ def make(
     *,
     device: torch.device,
     loss: Callable[[Any, Any], Any] | None,
+    group: Any = None,
 ) -> Any:
-    """A schedule of torch's for the stages of this rank; without a loss it only goes forward."""
+    """A schedule of torch's for the stages of this rank; without a loss it only goes forward.
+
+    `group`: of the ranks that have stages; None: all do.
+    """
     owners = held.layout.owners
     stages = [
-        Stage(held.stage(number), number, len(owners), device, passage)
+        Stage(held.stage(number), number, len(owners), device, passage, group)
         for number in held.layout.own
     ]
     if isinstance(schedule, str):

@@ -1,0 +1,220 @@
+"""Ranks along two axes are the same training as one process does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from little import (
+    CLASSES,
+    FEATURES,
+    WIDTH,
+    check_short_batches,
+    check_sixty_steps,
+    far,
+    gpt,
+    mostly_slow,
+    text,
+    token_loss,
+    usual,
+)
+from little import build as build_layers
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from nbdist.train import (
+    DataParallel,
+    Evaluate,
+    Mesh,
+    Pipeline,
+    TensorParallel,
+    estimate,
+    next_token_loss,
+)
+
+PAIRS = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
+PIPED = Mesh(pipeline=Pipeline(2, "1f1b", 4), data=2)
+CUT = Mesh(tensor=TensorParallel(PAIRS), data=2)
+
+
+def gradients_of(strategy, **changes):
+    """Of the first step, as far as this rank has them, and the loss."""
+    changes = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | changes
+    trainer = usual(strategy, **changes)
+    (loss,) = trainer.fit(1)["loss"].tolist()
+    gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
+    if isinstance(strategy, Mesh) and strategy.tensor is not None:
+        gradients = {n: trainer.model.gather(n, grad) for n, grad in gradients.items()}
+    return {name: grad.numpy() for name, grad in gradients.items()}, loss
+
+
+CHANGES = {
+    "even": {},
+    "uneven": {"global_batch": 47, "accumulate": 3},
+    "few": {"global_batch": 9},
+    "counted": {"loss": token_loss},
+    "clipped": {"clip_norm": 0.01},
+}
+
+
+@pytest.mark.parametrize("strategy", [PIPED, CUT], ids=["pipelines", "tensors"])
+@pytest.mark.parametrize("case", mostly_slow(CHANGES, "uneven", "counted"))
+def test_the_gradient_is_that_of_one_process(together, strategy, case):
+    """Whatever the shares of the models are, and however often they go through them."""
+    changes = CHANGES[case]
+    single = {name: value for name, value in changes.items() if name != "accumulate"}
+    ((expected, loss),) = together(1, lambda _: gradients_of(DataParallel(), **single))
+    answers = together(4, lambda _: gradients_of(strategy, **changes))
+    for gradients, its in answers:
+        assert its == pytest.approx(loss, rel=1e-6)
+        assert far(gradients, {name: expected[name] for name in gradients}) <= 2e-6
+    assert set().union(*(gradients for gradients, _ in answers)) == set(expected)
+
+
+@pytest.mark.parametrize("tied", mostly_slow([False, True], True))
+def test_the_byte_model_learns_alike(together, tied):
+    """By its own plan or cut into stages, whose first and last may share a weight; clipped, and
+    evaluated: only the `strategy=` line differs."""
+
+    def body(strategy):
+        trainer = usual(
+            strategy,
+            model=gpt(tied),
+            data=text(),
+            loss=next_token_loss,
+            global_batch=16,
+            clip_norm=1.0,
+            evaluate=Evaluate(text(), every=3, batch=5),
+        )
+        losses = trainer.fit(6)["loss"].tolist()
+        return losses + [e.metrics["loss"] for e in trainer.evaluations]
+
+    (expected,) = together(1, lambda _: body(DataParallel()))
+    assert len(expected) == 8
+    for strategy in (Mesh(pipeline=2, data=2), Mesh(tensor=2, data=2)):
+        for losses in together(4, lambda _, its=strategy: body(its)):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [PIPED, CUT], ids=["pipelines", "tensors"])
+def test_short_batches_and_evaluations(together, strategy):
+    """Each model takes a part of the batch, and of the set that is evaluated."""
+    check_short_batches(together, 4, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Mesh(pipeline=2, data=2), Mesh(tensor=2, data=2)], ids=repr)
+def test_sixty_steps_of_the_byte_model(together, strategy):
+    """The loss is that of one process."""
+    check_sixty_steps(together, 4, strategy)
+
+
+class Sometimes(nn.Module):
+    """A layer that only some samples need, dropout, and a norm that keeps statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = self.other(x) if x[0, 0] > 0 else self.one(x)
+        return self.drop(self.norm(x))
+
+
+def test_twins_stay_equal(together):
+    """Whatever their samples need of the model, in parameters, statistics and what the optimizer
+    keeps; and they draw different random numbers."""
+
+    def build():
+        return nn.Sequential(nn.Linear(FEATURES, WIDTH), Sometimes(), nn.Linear(WIDTH, CLASSES))
+
+    def body(_):
+        trainer = usual(Mesh(pipeline=Pipeline(2, "1f1b", 2, split=[2, 1]), data=2), model=build)
+        trainer.fit(4)
+        unused = dict(trainer.model.named_parameters()).get("1.unused")
+        assert unused is None or (unused.tolist(), unused.grad) == ([1.0] * 3, None)
+        return trainer.digest(), trainer._state.exchange._passage.first
+
+    first, second, third, fourth = together(4, body)
+    assert first[0] == third[0] != second[0] == fourth[0]
+    assert [first[1], second[1], third[1], fourth[1]] == [0, 0, 2, 2]
+
+
+def test_a_made_module_is_taken_from_rank_0(together):
+    """By all ranks, whichever part they hold."""
+
+    def body(rank, strategy):
+        torch.manual_seed(rank)
+        return usual(strategy, model=build_layers()).fit(3)["loss"].tolist()
+
+    (expected,) = together(1, lambda rank: body(rank, DataParallel()))
+    for strategy in (PIPED, CUT):
+        for losses in together(4, lambda rank, its=strategy: body(rank, its)):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_rank_holds_and_sends_what_was_estimated(together):
+    """Bytes of parameters, gradients and optimizer state, and those of the twins' sums, exactly."""
+
+    def body(_):
+        bytes_summed = []
+        trainer = usual(
+            Mesh(pipeline=2, data=2), model=gpt(False), data=text(), loss=next_token_loss
+        )
+        axes = trainer.model.axes
+        begin_sum = axes.begin_sum
+
+        def counting(tensor):
+            bytes_summed.append(tensor.nbytes)
+            return begin_sum(tensor)
+
+        axes.begin_sum = counting
+        trainer.fit(3)
+        held = list(trainer.model.parameters())
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        return (
+            sum(p.nbytes for p in held),
+            sum(p.grad.nbytes for p in held),
+            sum(value.nbytes for value in states),
+            sum(bytes_summed),
+        )
+
+    sample = torch.zeros(1, 16, dtype=torch.int64)
+    made = estimate(gpt(False), Mesh(pipeline=2, data=2), 4, global_batch=48, sample=sample)
+    alone = estimate(gpt(False), Pipeline(2), 2, global_batch=24, sample=sample)
+    for rank, (held, need) in enumerate(zip(together(4, body), made.ranks, strict=True)):
+        assert held[:3] == (need.parameters, need.gradients, need.optimizer)
+        assert held[3] == 3 * (need.sent - alone.ranks[rank % 2].sent)  # 2(d−1)/d is 1
+
+
+def test_twins_share_what_is_written(together):
+    """Of a checkpoint: what two hold is written once, some of it by each."""
+
+    def body(rank):
+        trainer = usual(PIPED)
+        trainer.fit(1)
+        return sum(tensor.nbytes for tensor in trainer.part(rank, 4)._tensors.values())
+
+    written = together(4, body)
+    made = estimate(build_layers, PIPED, 4, sample=torch.zeros(1, FEATURES))
+    needs = [need.parameters + need.optimizer for need in made.ranks]
+    assert [written[0] + written[2], written[1] + written[3]] == needs[:2]
+    assert all(0 < its < need for its, need in zip(written, needs, strict=True))
+
+
+def test_groups_of_another_size_are_refused(together):
+    """By a sentence, when the trainer is made."""
+
+    def body(_):
+        with pytest.raises(
+            ValueError, match=r"a mesh of 2 x 2 ranks, and the group has 3: start 4"
+        ):
+            usual(PIPED)
+        with pytest.raises(ValueError, match=r"there must be a multiple of 2, since a model lies"):
+            usual(Mesh(pipeline=2, data=DataParallel()))
+        with pytest.raises(ValueError, match=r"a multiple of 2, since so many hold the same"):
+            usual(CUT)
+        dist.barrier()  # else one might be gone before the others have formed the group
+        return dist.get_rank()
+
+    assert together(3, body) == [0, 1, 2]
