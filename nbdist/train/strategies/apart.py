@@ -39,6 +39,7 @@ class Apart:
     """Trains this rank's replica on its own share, and makes outer steps with the others."""
 
     is_lockstep = False
+    has_optimizer = True
 
     def __init__(
         self,

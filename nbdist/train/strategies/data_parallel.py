@@ -126,6 +126,7 @@ class Replicas:
 
     is_lockstep = False
     num_lost = 0
+    has_optimizer = True
 
     def __init__(self, settings: DataParallel, module: nn.Module, num_votes: int) -> None:
         self.place = Place(0, 1)
