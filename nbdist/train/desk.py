@@ -64,7 +64,7 @@ class Desk(snapshot.Whole):
         """Apply what a worker has come to; the row that is to be reported of it."""
         state, port, began_ns = self._state, self._port, perf_counter_ns()
         emit.begin_step(update.number, port.generation, attempt=0)
-        loss = update.loss_sum / update.count if update.count > 0 else math.nan
+        loss = update.loss_sum / update.weight if update.weight > 0 else math.nan
         rate = present_rate(state.optimizer) * update.rate_factor
         is_applied = update.is_applied and math.isfinite(loss)
         if is_applied:

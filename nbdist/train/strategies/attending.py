@@ -77,13 +77,9 @@ class Attendants:
         while True:
             with self._lock:
                 if self._news:
-                    news = self._news.popleft()
-                    break
-                self._promise = WORKS.expect()
-            self._promise.wait()
-        if isinstance(news, Exception):
-            raise news
-        return news
+                    return _or_raise(self._news.popleft())
+                promise = self._promise = WORKS.expect()
+            promise.wait()
 
     def answer(self, worker: int, answered: Answered, parcel: Tensor) -> None:
         """Answer a worker that has asked."""
@@ -124,3 +120,9 @@ class Attendants:
             promise, self._promise = self._promise, None
         if promise is not None:
             WORKS.keep(promise)
+
+
+def _or_raise(news: Message | Exception | None) -> Message | None:
+    if isinstance(news, Exception):
+        raise news
+    return news

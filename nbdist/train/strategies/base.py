@@ -47,7 +47,8 @@ class Update(NamedTuple):
     number: int
     """The step."""
     loss_sum: float
-    count: float
+    weight: float
+    """What it is the sum over."""
     is_applied: bool
     """False: its loss is not finite."""
     rate_factor: float

@@ -40,7 +40,8 @@ class Asked(NamedTuple):
     version: int = -1
     """Of the parameters that it was computed with; to the replica: how many others came between."""
     loss_sum: float = 0.0
-    count: float = 0.0
+    weight: float = 0.0
+    """What it is the sum over."""
     is_applied: float = 1.0
     """0: the loss is not finite."""
     wants_hold: float = 0.0
@@ -130,7 +131,7 @@ class Parcels:
         return Update(
             int(asked.number),
             asked.loss_sum,
-            asked.count,
+            asked.weight,
             is_applied=bool(asked.is_applied),
             rate_factor=asked.rate_factor,
             gradients=list(values[:num]),
@@ -139,14 +140,14 @@ class Parcels:
 
     def mean(self, pushes: Sequence[tuple[Asked, list[Tensor | None]]]) -> list[Tensor | None]:
         """Of parts of one batch: gradients weighted by what they count; buffers were already."""
-        total = sum(asked.count for asked, _ in pushes)
+        total = sum(asked.weight for asked, _ in pushes)
         num = len(self._parameters)
         means: list[Tensor | None] = [None] * len(self._tensors)
         for asked, values in pushes:
             for place, value in enumerate(values):
-                if value is None or (place < num and not asked.count):
+                if value is None or (place < num and not asked.weight):
                     continue
-                part = value * (asked.count / total) if place < num else value
+                part = value * (asked.weight / total) if place < num else value
                 before = means[place]
                 means[place] = part.clone() if before is None else before + part
         return means

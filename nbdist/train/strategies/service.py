@@ -207,8 +207,8 @@ class Service:
             dealer.note(int(asked.number))
             row = keeper.apply(parcels.update(asked, values))
             self.ages[int(asked.version)] += 1
+            keeper.report(row)  # the server may be gone by now
             WORKS.wait([dist.isend(torch.ones(1), server, tag=TAG)])
-            keeper.report(row)
 
     # ---- worker
 

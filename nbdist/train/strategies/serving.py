@@ -94,10 +94,10 @@ class Serving:
         if self._rules.is_sync:
             if len(self._pushed) == len(self._roles.workers):
                 pushes = [self._opened(self._pushed.pop(w)) for w in self._roles.workers]
-                counts = [asked for asked, _ in pushes if asked.count]
+                counts = [asked for asked, _ in pushes if asked.weight]
                 asked = pushes[0][0]._replace(
                     loss_sum=sum(its.loss_sum for its in counts),
-                    count=sum(its.count for its in counts),
+                    weight=sum(its.weight for its in counts),
                     is_applied=float(all(its.is_applied for its in counts)),
                 )
                 self._apply(asked, self._parcels.mean(pushes), self._roles.workers)
@@ -117,9 +117,11 @@ class Serving:
         asked = asked._replace(kind=Kind.PUSH, version=age, rate_factor=factor)
         works = self._forward(asked, values)
         row = self._keeper.apply(self._parcels.update(asked, values))
-        WORKS.wait(works)
-        self._keeper.report(row)
         self._ages[age] += 1
+        try:
+            WORKS.wait(works)
+        finally:
+            self._keeper.report(row)  # not before the replica has it too, or is gone
         self._waiting.update(workers)
 
     def _forward(self, asked: Asked, values: Sequence[Tensor | None]) -> list[Any]:
