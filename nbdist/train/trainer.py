@@ -157,7 +157,7 @@ class Trainer:
         return self._state.exchange.num_lost
 
     @property
-    def ages(self) -> dict[int, int]:
+    def staleness(self) -> dict[int, int]:
         """How many updates were applied so many others after the parameters that they are of.
 
         At a parameter server and its replica; elsewhere there are none.

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import training
 
-MODES = ['"sync"', '"async"', '"bounded", staleness=2']
+from nbdist.errors import RecoveryFailed
+
+MODES = [
+    pytest.param('"sync"', marks=pytest.mark.slow),
+    '"async"',
+    pytest.param('"bounded", staleness=2', marks=pytest.mark.slow),
+]
 
 
 class Going:
@@ -35,7 +41,7 @@ class Going:
         training.check_samples(self.engines, num_steps)
         training.check_replicas(self.engines)
         assert np.isfinite(self.run.history["loss"]).all()
-        ages = self.engines.run("trainer.ages", once=True).values
+        ages = self.engines.run("trainer.staleness", once=True).values
         assert sum(ages[0].values()) == num_steps
         return num_steps
 
@@ -64,3 +70,25 @@ def test_killed_stopped_filled_and_grown(cluster, until, mode):
     num_steps = going.end()
     whole = training.undisturbed(going.engines, num_steps)
     assert np.mean(going.run.history["loss"][-20:]) == pytest.approx(np.mean(whole[-20:]), rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(550)
+def test_twenty_workers_die(cluster, until):
+    """One after the other, and two at once: what was pushed is what was applied."""
+    going = Going(start(cluster, 4, '"async"'), until)
+    for number in range(18):
+        going.lose(2 + number % 2)
+    going.lose([2, 3])
+    going.end()
+
+
+@pytest.mark.timeout(120)
+def test_without_a_replica_the_server_takes_the_run_along(cluster, until):
+    """The error says what was lost, and what would have kept it."""
+    engines = start(cluster, 2, '"async"')
+    run = engines.train("trainer", steps=1_000_000)
+    until(lambda: len(run.history["step"]) > 3, 60, "it trains")
+    engines.kill(0)
+    with pytest.raises(RecoveryFailed, match="replica"):
+        run.wait(60)

@@ -9,6 +9,7 @@ import torch
 from regression import mlp
 from torch import nn
 
+from nbdist import checkpoints
 from nbdist.engine.emit import RING
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.train import DataParallel, Evaluate, ParameterServer
@@ -40,7 +41,7 @@ def after(together, num, steps, strategy, **changes):
     def body(_):
         trainer = make(strategy, **changes)
         history = trainer.fit(steps)
-        return values(trainer), trainer.step, history["step"].tolist(), dict(trainer.ages)
+        return values(trainer), trainer.step, history["step"].tolist(), dict(trainer.staleness)
 
     return together(num, body)
 
@@ -83,7 +84,7 @@ def test_each_step_is_applied_once_however_fast_its_worker(together, strategy, b
         if rank == 3:
             trainer.model.register_forward_hook(lambda *_: time.sleep(0.02))
         history = trainer.fit(40)
-        return values(trainer), history["step"].tolist(), dict(trainer.ages), trainer.step
+        return values(trainer), history["step"].tolist(), dict(trainer.staleness), trainer.step
 
     outcomes = together(5, body)
     for mine, _, _, step in outcomes:
@@ -106,7 +107,7 @@ def test_late_updates_may_count_less(together):
         if rank == 2:
             trainer.model.register_forward_hook(lambda *_: time.sleep(0.05))
         history = trainer.fit(12)
-        return dict(trainer.ages), history["lr"].tolist()
+        return dict(trainer.staleness), history["lr"].tolist()
 
     ages, rates = together(3, body)[0]
     assert sum(ages.values()) == 12
@@ -156,3 +157,91 @@ def test_it_learns(together, strategy):
 
     losses = together(5, body)[0]
     assert losses[-10:].mean() < losses[0] / 3
+
+
+def save(together, path, strategy, num):
+    """Save as so many ranks after five steps; what rank 0 then had, and four steps later."""
+    partial = checkpoints.begin(path, step=5, generation=1)
+
+    def body(rank):
+        trainer = make(strategy, **RESUMED)
+        trainer.fit(5)
+        trainer.part(rank, num).write(partial)
+        now = values(trainer)
+        trainer.fit(4)
+        return now, values(trainer)
+
+    saved = together(num, body)
+    parts = [checkpoints.part_name(rank) for rank in range(num)]
+    checkpoints.commit(partial, parts, step=5, generation=1)
+    return saved[0]
+
+
+RESUMED = {
+    "optimizer": adamw,
+    "model": normed,
+    "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+}
+ONE = ParameterServer("async", server=2)
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [((3, ONE), (3, ONE)), ((3, ONE), (1, DataParallel())), ((1, DataParallel()), (3, ASYNC))],
+)
+def test_a_checkpoint_is_the_server_s(together, tmp_path, there, here):
+    """Any other strategy goes on from it bit by bit, with its optimizer and its scheduler."""
+    num, strategy = there
+    now, later = save(together, tmp_path, strategy, num)
+    num, strategy = here
+
+    def body(_):
+        trainer = make(strategy, **RESUMED)
+        assert trainer.load(tmp_path) == []
+        loaded = values(trainer)
+        trainer.fit(4)
+        return loaded, values(trainer), trainer.step
+
+    for loaded, end, step in together(num, body):
+        np.testing.assert_array_equal(loaded, now)
+        np.testing.assert_array_equal(end, later)
+        assert step == 9
+
+
+@pytest.mark.parametrize("strategy", [SYNC, ASYNC])
+def test_what_is_not_finite_is_left_out(together, strategy):
+    """By the server and its replica alike: the step is committed, and counted as skipped."""
+
+    def body(_):
+        def loss(output, target):
+            bad = (target == regression.dataset()[7][1]).any()
+            return nn.functional.mse_loss(output, target) * (float("nan") if bad else 1.0)
+
+        trainer = make(strategy, loss=loss, model=normed)
+        trainer.fit(4)  # an epoch: one of its batches has this sample
+        return values(trainer).tolist(), trainer.num_skipped, trainer.step
+
+    outcomes = together(4, body)
+    assert outcomes == [outcomes[0]] * 4
+    assert np.isfinite(outcomes[0][0]).all()
+    assert outcomes[0][1:] == (1, 4)
+
+
+def test_a_loop_of_one_s_own_trains_where_workers_are(together):
+    """The server goes through none of its steps, and all come to the same end."""
+
+    def body(_):
+        trainer, numbers = make(ASYNC), []
+        for step in trainer.steps(10):
+            numbers.append(step.number)
+            with step:
+                for x, y in step.batches():
+                    loss = nn.functional.mse_loss(trainer.model(x), y)
+                    step.backward(loss, count=len(x))
+        return numbers, trainer.step, values(trainer).tolist()
+
+    (none, end, server), (no, _, replica), *workers = together(4, body)
+    assert (none, no, end) == ([], [], 10)
+    assert sorted(number for its, _, _ in workers for number in its) == list(range(10))
+    assert all((step, its) == (10, server) for _, step, its in workers)
+    assert replica == server

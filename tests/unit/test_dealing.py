@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from nbdist.train import ParameterServer
 from nbdist.train.strategies.dealing import Dealer, Dealt
 from nbdist.train.strategies.roles import Roles
 
@@ -94,3 +95,27 @@ def test_a_replica_deals_on():
 def test_who_is_what(num, server, has_replica, roles):
     """Two ranks leave none for a replica."""
     assert Roles.of(num, server, has_replica=has_replica) == roles
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "k of n"}, "mode is 'k of n'; it must be one of"),
+        ({"mode": "bounded"}, "mode is 'bounded' and staleness None"),
+        ({"mode": "async", "staleness": 3}, "mode is 'async' and staleness 3"),
+        ({"mode": "bounded", "staleness": -1}, "staleness is -1"),
+        ({"server": 1.5}, "server is 1.5"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, words):
+    """The message names them, and what may be."""
+    with pytest.raises(ValueError, match=words):
+        ParameterServer(**settings)
+
+
+def test_what_it_does_is_said():
+    """With the bound, and with what a replica costs."""
+    said = ParameterServer("bounded", staleness=4).describe()
+    assert "after at most 4 others" in said
+    assert "copy of the server" in said
+    assert "copy" not in ParameterServer(replica=False, server=2).describe()

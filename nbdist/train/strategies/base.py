@@ -184,10 +184,12 @@ class Exchange(Protocol):
     """In the present group."""
     is_lockstep: bool
     """A pass through the model needs all ranks: each makes as many as the others."""
-    has_optimizer: bool
-    """Whether this rank applies its steps itself; else another one does, and reports them."""
     num_lost: int
     """Steps of single ranks that were committed, and lost with these ranks."""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether this rank applies its steps itself; else another one does, and reports them."""
 
     def fits(self, rank: int, world_size: int) -> bool:
         """Whether what this rank holds is what it should hold in a group of this size.

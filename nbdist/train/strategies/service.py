@@ -77,6 +77,10 @@ class Service:
         """Where it is alone, a rank trains and applies."""
         return self._own.num_places == 1
 
+    def server_of(self, num_ranks: int) -> int:
+        """The server's rank, among so many."""
+        return self._roles_of(num_ranks).server
+
     # ---- the group
 
     def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
