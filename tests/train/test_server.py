@@ -5,11 +5,11 @@ import time
 import numpy as np
 import pytest
 import regression
+import saving
 import torch
 from regression import mlp
 from torch import nn
 
-from nbdist import checkpoints
 from nbdist.engine.emit import RING
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.train import DataParallel, Evaluate, ParameterServer
@@ -159,22 +159,11 @@ def test_it_learns(together, strategy):
     assert losses[-10:].mean() < losses[0] / 3
 
 
-def save(together, path, strategy, num):
-    """Save as so many ranks after five steps; what rank 0 then had, and four steps later."""
-    partial = checkpoints.begin(path, step=5, generation=1)
-
-    def body(rank):
-        trainer = make(strategy, **RESUMED)
-        trainer.fit(5)
-        trainer.part(rank, num).write(partial)
-        now = values(trainer)
-        trainer.fit(4)
-        return now, values(trainer)
-
-    saved = together(num, body)
-    parts = [checkpoints.part_name(rank) for rank in range(num)]
-    checkpoints.commit(partial, parts, step=5, generation=1)
-    return saved[0]
+def now_and_later(trainer):
+    """What it has, and four steps later."""
+    now = values(trainer)
+    trainer.fit(4)
+    return now, values(trainer)
 
 
 RESUMED = {
@@ -192,15 +181,15 @@ ONE = ParameterServer("async", server=2)
 def test_a_checkpoint_is_the_server_s(together, tmp_path, there, here):
     """Any other strategy goes on from it bit by bit, with its optimizer and its scheduler."""
     num, strategy = there
-    now, later = save(together, tmp_path, strategy, num)
-    num, strategy = here
+    now, later = saving.save(
+        together, tmp_path, num, 5, make=lambda: make(strategy, **RESUMED), then=now_and_later
+    )[0]
+    num, its = here
 
     def body(_):
-        trainer = make(strategy, **RESUMED)
+        trainer = make(its, **RESUMED)
         assert trainer.load(tmp_path) == []
-        loaded = values(trainer)
-        trainer.fit(4)
-        return loaded, values(trainer), trainer.step
+        return *now_and_later(trainer), trainer.step
 
     for loaded, end, step in together(num, body):
         np.testing.assert_array_equal(loaded, now)
