@@ -46,8 +46,7 @@ def after(together, num, steps, strategy, **changes):
     return together(num, body)
 
 
-@pytest.mark.parametrize("num", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", [adamw, None])
+@pytest.mark.parametrize(("num", "optimizer"), [(2, adamw), (4, adamw), (4, None)])
 def test_with_all_of_them_it_is_a_step_of_all(together, num, optimizer):
     """Shares that differ weigh by their samples; the norm is that of the whole gradient."""
     changes = {"global_batch": 61, "accumulate": 2, "clip_norm": 0.5}
@@ -58,8 +57,10 @@ def test_with_all_of_them_it_is_a_step_of_all(together, num, optimizer):
         assert step == 8
 
 
-@pytest.mark.parametrize("strategy", [ASYNC, ParameterServer("bounded", staleness=0), SYNC])
-@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num", "strategy"),
+    [(1, ASYNC), (2, ASYNC), (3, ASYNC), (3, ParameterServer("bounded", staleness=0)), (3, SYNC)],
+)
 def test_one_worker_is_one_worker(together, num, strategy):
     """Bit by bit what one rank alone comes to, buffers included; so is the replica."""
     changes = {"optimizer": adamw, "model": normed, "clip_norm": 0.7}

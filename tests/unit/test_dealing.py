@@ -69,6 +69,15 @@ def test_what_a_lost_worker_had_is_dealt_again():
     assert [dealer.deal(0, 100), dealer.deal(1, 100)] == [Dealt(7, 8), Dealt(10, 8)]
 
 
+def test_a_replica_hears_of_what_a_worker_kept():
+    """That is applied as any other, and not dealt again by whoever takes over."""
+    replica = Dealer(4)
+    replica.keep(2, Dealt(5, 4))
+    for ticket in (5, 4):
+        replica.note(ticket)
+    assert (replica.has(2), replica.low, replica.is_even) == (None, 6, True)
+
+
 def test_a_replica_deals_on():
     """It knows what was applied, and learns from workers what was dealt beyond that."""
     replica = Dealer(4)

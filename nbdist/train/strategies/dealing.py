@@ -88,10 +88,10 @@ class Dealer:
         return staleness
 
     def note(self, ticket: int) -> None:
-        """It was applied elsewhere, too."""
+        """It was applied elsewhere, too; whoever had it."""
         self._reach(ticket)
-        self._again.remove(ticket)
-        heapq.heapify(self._again)
+        self._out = {who: dealt for who, dealt in self._out.items() if dealt.ticket != ticket}
+        self._again = sorted(its for its in self._again if its != ticket)
         self._note(ticket)
 
     def begin(self) -> None:
