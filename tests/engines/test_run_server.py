@@ -98,7 +98,6 @@ def test_servers_die_while_several_train(cluster, until):
     going.end()
 
 
-@pytest.mark.timeout(120)
 def test_without_a_replica_the_server_takes_the_run_along(cluster, until):
     """The error says what was lost, and what would have kept it."""
     engines = start(cluster, 2, '"async"')

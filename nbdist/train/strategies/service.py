@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ from nbdist.train.strategies.data_parallel import sum_on_backend
 from nbdist.train.strategies.dealing import Dealer, Dealt
 from nbdist.train.strategies.parcels import Answered, Asked, Kind, Parcels
 from nbdist.train.strategies.serving import Serving
+from nbdist.train.strategies.whole import OfWhole
 from nbdist.train.vote import COUNT, FIRST_BUFFER, HOLD, LOSS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.train.strategies.base import Keeper, Turn
+    from nbdist.train.strategies.base import Keeper
     from nbdist.train.strategies.roles import Roles
     from nbdist.train.strategies.serving import Rules
 
@@ -39,17 +40,17 @@ _NOTHING, _FRESH, _HELD = range(3)
 """What a rank has of the server's state: nothing, what it was made with or has loaded, all."""
 
 
-class Service:
+class Service(OfWhole):
     """Deals steps and applies updates, keeps a copy of that, or trains."""
 
-    is_lockstep = False
     num_lost = 0
 
     def __init__(self, module: nn.Module, roles_of: Callable[[int], Roles], rules: Rules) -> None:
+        super().__init__(module)
         self.place = Place(0, 1)
         self.ages: Counter[int] = Counter()
         """How many updates were applied so many others after their parameters."""
-        self._module, self._roles_of, self._rules = module, roles_of, rules
+        self._roles_of, self._rules = roles_of, rules
         self._parcels = Parcels(module)
         self._own = Place(0, 1)
         """In the present group."""
@@ -83,9 +84,9 @@ class Service:
 
     # ---- the group
 
-    def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
-        """Any group will do."""
-        return True
+    def twins(self, rank: int, world_size: int) -> Place:  # noqa: ARG002 - in any group
+        """What a worker has, the server has too, and it alone has the rest."""
+        return Place(0, 1)
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt begins."""
@@ -252,10 +253,6 @@ class Service:
 
     # ---- a step
 
-    def train(self, batch: Any, turn: Turn) -> None:
-        """Forward and backward."""
-        turn.backward(turn.objective(turn.module, batch))
-
     def backward(
         self,
         loss: Tensor,
@@ -312,14 +309,6 @@ class Service:
         self._known = -1
         self.ages.clear()
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The server has the whole gradient."""
-        return nn.utils.get_total_norm(gradients)
-
-    def predict(self, inputs: Any) -> Any:
-        """What the model returns."""
-        return self._module(inputs)
-
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
         if self._own.num_places > 1:
@@ -327,10 +316,6 @@ class Service:
 
     def sum_places_(self, tensor: Tensor) -> None:
         """Buffers are put together at the server."""
-
-    def owned(self) -> list[object]:
-        """Nothing that the user could see."""
-        return []
 
     def end(self) -> None:
         """A run is over; the next one meets again."""
