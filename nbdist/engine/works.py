@@ -50,6 +50,10 @@ class _Waited:
         return self._has_ended
 
 
+_NOTHING = _Waited(())
+_NOTHING.run()
+"""Where no work of torch's is waited for."""
+
 _Errand = tuple[_Promise, _Waited] | None
 
 
@@ -107,6 +111,40 @@ class Works:
         if is_cut:
             _break(promise, dist.DistNetworkError(_CUT))
         promise.wait()
+
+    def wait_here(self, works: Sequence[Any]) -> None:
+        """Wait for sends and receives in a thread of one's own, which may never come back.
+
+        Raises:
+            DistNetworkError: the group was cut before. Or what a wait raises.
+        """
+        promise, waited = _Promise(), _Waited(works)
+        with self._lock:
+            is_cut = self._is_cut
+            if not is_cut:
+                self._open[id(promise)] = promise, waited
+        if is_cut:
+            raise dist.DistNetworkError(_CUT)
+        try:
+            waited.run()
+        finally:
+            with self._lock:
+                self._open.pop(id(promise), None)
+
+    def expect(self) -> _Promise:
+        """What another thread of ours will `keep`; an error as soon as the group is cut."""
+        promise = _Promise()
+        with self._lock:
+            is_cut = self._is_cut
+            if not is_cut:
+                self._open[id(promise)] = promise, _NOTHING
+        if is_cut:
+            _break(promise, dist.DistNetworkError(_CUT))
+        return promise
+
+    def keep(self, promise: _Promise) -> None:
+        """What was expected is there."""
+        self._settle_wait(promise, None)
 
     def _settle_wait(self, promise: _Promise, error: Exception | None) -> None:
         with self._lock:

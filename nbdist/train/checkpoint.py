@@ -19,6 +19,7 @@ from nbdist.train import snapshot, tensors
 from nbdist.train.parting import NAMING, Origin, names_by_group, origins_of
 from nbdist.train.strategies.apart import Apart
 from nbdist.train.strategies.axes import place_of_rank
+from nbdist.train.strategies.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,6 +68,9 @@ class Part:
         buffers = dict(module.named_buffers())
         # Each writes a share of what it and others hold.
         parameters, buffers = _share(named, *twins), _share(buffers, *twins)
+        is_server = _is_server(state, rank, num_ranks)
+        if is_server is False:  # what it has, the server writes
+            parameters, buffers = {}, {}
         origins = origins_of(module)
         found: dict[str, Tensor] = {}
         found |= {f"parameters/{name}": tensor for name, tensor in parameters.items()}
@@ -89,14 +93,14 @@ class Part:
             "sampling": sampling_of(state),
             "parameters": places_of(module),
             "optimizer": type(optimizer).__name__,
-            "groups": _groups(module, optimizer),
+            "groups": [] if is_server is False else _groups(module, optimizer),
             "states": states,
         }
         if isinstance(state.exchange, Apart):
             rest["apart"] = state.exchange.own_state()
             shared = _share(state.exchange.shared_tensors(), rank, num_ranks)
             found |= {f"outer/{key}": tensor for key, tensor in shared.items()}
-        if rank == 0 or not is_replicated:
+        if is_server or (is_server is None and (rank == 0 or not is_replicated)):
             rest["scheduler"] = state.scheduler.state_dict() if state.scheduler else None
             rest["registered"] = {n: obj.state_dict() for n, obj in state.registered.items()}
         self._rest = _packed(rest)
@@ -155,6 +159,12 @@ def save(state: State, path: Path, keep: int | None) -> checkpoints.Found | None
 
 
 # ---- what is written
+
+
+def _is_server(state: State, rank: int, num_ranks: int) -> bool | None:
+    """Whether a rank is a parameter server; None: there is none."""
+    exchange = state.exchange
+    return exchange.server_of(num_ranks) == rank if isinstance(exchange, Service) else None
 
 
 def _share(named: Mapping[str, Tensor], at: int, num: int) -> dict[str, Any]:

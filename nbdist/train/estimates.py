@@ -21,7 +21,9 @@ from nbdist.train.strategies.diloco import DiLoCo
 from nbdist.train.strategies.divided import without_memory
 from nbdist.train.strategies.local_sgd import LocalSGD
 from nbdist.train.strategies.mesh import Mesh
+from nbdist.train.strategies.parameter_server import ParameterServer
 from nbdist.train.strategies.pipeline import Pipeline
+from nbdist.train.strategies.roles import Roles
 from nbdist.train.strategies.sharded import Sharded
 from nbdist.train.strategies.slices import bundles_of, check_rows
 from nbdist.train.strategies.tensor_parallel import TensorParallel
@@ -53,7 +55,8 @@ def estimate(
     part in n, `Pipeline` that of its stages, `TensorParallel` one part in n of what is cut. What is
     sent is in `strategy.describe()`: 2(n-1)/n times the gradients' bytes, 3(n-1)/n times the
     parameters' bytes for each batch, what passes between stages, 2(n-1)/n times what passes between
-    layers that are cut, or 2(n-1)/n times the parameters' bytes every `period` steps.
+    layers that are cut, 2(n-1)/n times the parameters' bytes every `period` steps, or the model's
+    bytes to a parameter server and back.
 
     Args:
         model: a Module, or a function that returns one, which is called without memory.
@@ -224,6 +227,26 @@ def _of_apart(strategy: LocalSGD | DiLoCo, asked: _Asked) -> Estimate:
     return Estimate(strategy, (need,) * asked.num_ranks)
 
 
+def _of_server(strategy: ParameterServer, asked: _Asked) -> Estimate:
+    """The whole model everywhere, the optimizer's state at the server and its replica.
+
+    An update is a worker's batch, or in synchronous mode parts of it from all. For each push the
+    server sends the model to its worker; to the replica an update.
+    """
+    roles = Roles.of(asked.num_ranks, strategy.server, has_replica=strategy.replica)
+    num_bytes = _num_bytes([*asked.model.parameters(), *asked.model.buffers()])
+    num_workers = len(roles.workers)
+    num_pushes = num_workers if strategy.mode == "sync" else min(1, num_workers)
+    whole = asked.need({name: (p, tuple(p.shape)) for name, p in asked.model.named_parameters()})
+    sent = round(num_bytes * num_pushes / max(1, num_workers))
+    needs = [whole._replace(optimizer=0, sent=sent)] * asked.num_ranks
+    num_replicas = 0 if roles.replica is None else 1
+    needs[roles.server] = whole._replace(sent=num_bytes * (num_pushes + num_replicas))
+    if roles.replica is not None:
+        needs[roles.replica] = whole._replace(sent=0)
+    return Estimate(strategy, tuple(needs))
+
+
 def _of_stages(strategy: Pipeline, asked: _Asked) -> Estimate:
     """Each rank its stages; between two ranks each micro-batch once forward, a gradient back."""
     n, num_stages = asked.num_ranks, strategy.stages
@@ -338,6 +361,7 @@ _COUNTED: dict[type, Callable[[Any, _Asked], Estimate]] = {
     DataParallel: _of_replicas,
     LocalSGD: _of_apart,
     DiLoCo: _of_apart,
+    ParameterServer: _of_server,
     Sharded: _of_shards,
     Pipeline: _of_stages,
     TensorParallel: _of_panels,

@@ -15,6 +15,7 @@ from nbdist.errors import WrongState
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.train import snapshot
+from nbdist.train.desk import Desk
 from nbdist.train.memory import explained, forget
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import set_base_rate
@@ -57,8 +58,11 @@ def walk(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
                 continue
             if not _is_ready(state, port):
                 continue
-            if state.step >= port.go_until:
+            if state.step >= port.go_until or state.is_called:
+                state.is_called = False
                 port.hold(state.step)
+                continue
+            if state.dealt == "stand":
                 continue
             port.begin_step(state.step, patient=not state.is_warm)
             step = Step(state, port)
@@ -165,6 +169,7 @@ def _is_due(state: State, port: RunPort) -> bool:
     evaluator = state.evaluator
     return (
         evaluator is not None
+        and state.dealt != "step"
         and state.step > 0
         and state.step % evaluator.every == 0
         and state.evaluated != (state.step, port.generation)
@@ -178,7 +183,7 @@ def _is_ready(state: State, port: RunPort) -> bool:
         state.exchange.begin(port.rank, port.world_size, port.generation)
         if state.step == 0 or state.settled_in != port.generation:
             port.begin_step(state.step, patient=True)
-        if state.exchange.settle(snapshot.Whole(state)):
+        if state.exchange.settle(Desk(state, port)):
             state.buffers.keep_all()
         state.settled_in = port.generation
         if _is_due(state, port):

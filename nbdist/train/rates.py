@@ -5,6 +5,7 @@ Runs in the engine's main thread.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -35,6 +36,18 @@ def set_base_rate(optimizer: Optimizer, scheduler: LRScheduler | None, rate: flo
                 group[name] = _scaled(group[name], base, rate)
     for part in _parts(scheduler):
         part.base_lrs = [_scaled(old, base, rate) for old in part.base_lrs]
+
+
+def step_scheduler(scheduler: LRScheduler | None, *, is_applied: bool) -> None:
+    """A step is committed; its update may have been left out."""
+    if scheduler is None:
+        return
+    if is_applied:
+        scheduler.step()
+        return
+    with warnings.catch_warnings():  # it misses the optimizer's step
+        warnings.simplefilter("ignore")
+        scheduler.step()
 
 
 def _scaled(old: Any, base: float, rate: float) -> Any:

@@ -101,7 +101,7 @@ def read(state: State, folder: Path) -> Loaded:
         if name in named:
             found["all"] |= {k: targets[f"optimizer/{name}/{k}"] for k in found["tensors"]}
     parts = {
-        "counters": rests[0]["counters"],
+        "counters": own["counters"],
         "parameters": {name: targets[f"parameters/{name}"] for name in named},
         "buffers": {name: targets[f"buffers/{name}"] for name in buffers},
         "optimizer": _optimizer(state, rests, states),

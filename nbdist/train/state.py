@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import WrongState
 from nbdist.train.buffers import Buffers
@@ -66,6 +66,11 @@ class State:
         it was done. No part of what replicas share: it may break when some ranks have done it."""
         self.settled_in: int | None = None
         """The generation in which the ranks have seen last that what they hold fits together."""
+        self.dealt: Literal["step", "stand"] | None = None
+        """Where one rank deals the steps: this rank has one, which no other has; or has none, and
+        all stand. None: all ranks train the same step."""
+        self.is_called = False
+        """With "stand": since somebody was told to."""
         self.attempt = 0
         """How often the present step has been broken."""
         self._walk = _Walk()

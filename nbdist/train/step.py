@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
@@ -19,7 +18,7 @@ from nbdist.train.loading import to_device
 from nbdist.train.memory import explained, forget
 from nbdist.train.objective import weigh
 from nbdist.train.randomness import seed_all, seed_of
-from nbdist.train.rates import present_rate
+from nbdist.train.rates import present_rate, step_scheduler
 from nbdist.train.stamps import Stamps
 from nbdist.train.vote import COUNT, FIRST_BUFFER, HOLD, LOSS
 
@@ -286,7 +285,8 @@ class Step:
         else:
             state.buffers.put_back()
             state.num_skipped += 1
-        self._step_scheduler(is_applied)
+        if exchange.has_optimizer:
+            step_scheduler(state.scheduler, is_applied=is_applied)
         self._stamps.update()
         self._phase = "over"
         self.is_held = result[HOLD] > 0
@@ -325,6 +325,8 @@ class Step:
             state.unit = unit  # for the next step, also where this one is skipped
         if not self._is_finite:
             return False
+        if not state.exchange.has_optimizer:
+            return True
         if state.recipe.clip_norm is not None:
             norm = state.exchange.norm(gradients)
             self._stamps.norm(norm.item())
@@ -336,17 +338,6 @@ class Step:
         state.optimizer.step()
         return True
 
-    def _step_scheduler(self, is_applied: bool) -> None:
-        scheduler = self._state.scheduler
-        if scheduler is None:
-            return
-        if is_applied:
-            scheduler.step()
-            return
-        with warnings.catch_warnings():  # it misses the optimizer's step
-            warnings.simplefilter("ignore")
-            scheduler.step()
-
     def _note_commit(self, loss: float, rate: float) -> None:
         """The step is committed."""
         state, port, now = self._state, self._port, time.monotonic()
@@ -356,8 +347,9 @@ class Step:
         state.step, state.attempt = self.number + 1, 0
         mine = self._loss / self._count if self._count else math.nan
         self._stamps.committed(len(self.indices), mine)
-        row = (self.number, loss, self._num_global, now - before, self.generation)
-        port.committed((*row, port.world_size, rate, now))
+        if state.exchange.has_optimizer:
+            row = (self.number, loss, self._num_global, now - before, self.generation)
+            port.committed((*row, port.world_size, rate, now))
 
     # ---- misuse
 

@@ -19,6 +19,7 @@ from nbdist.train.ports import Rows, SoloPort
 from nbdist.train.recipe import Precision, Recipe
 from nbdist.train.state import State
 from nbdist.train.strategies import DataParallel, Strategy
+from nbdist.train.strategies.service import Service
 
 if TYPE_CHECKING:
     import os
@@ -154,6 +155,15 @@ class Trainer:
         outer step that was not finite.
         """
         return self._state.exchange.num_lost
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many updates were applied so many others after the parameters that they are of.
+
+        At a parameter server and its replica; elsewhere there are none.
+        """
+        exchange = self._state.exchange
+        return dict(exchange.ages) if isinstance(exchange, Service) else {}
 
     @property
     def history(self) -> dict[str, NDArray[Any]]:

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import regression
+import saving
 import torch
 import torch.distributed as dist
 from regression import mlp
 from torch.utils.data import Subset
 from trainers import FakePort, GroupError
 
-from nbdist import checkpoints
 from nbdist.data import ByteText, pydoc_text
 from nbdist.engine.emit import RING
 from nbdist.protocol.telemetry import RECORD, Kind
@@ -341,20 +341,15 @@ def momenta(trainer):
 
 def save(together, path, strategy, step):
     """Save as two ranks; of each what it then held, the momenta, and its digest six steps on."""
-    partial = checkpoints.begin(path, step=step, generation=1)
 
-    def body(rank):
-        trainer = make(strategy, optimizer=adamw)
-        trainer.fit(step)
-        trainer.part(rank, 2).write(partial)
+    def then(trainer):
         now = values(trainer), momenta(trainer)
         trainer.fit(6)
         return *now, (trainer.digest(), shared(trainer))
 
-    saved = together(2, body)
-    parts = [checkpoints.part_name(rank) for rank in range(2)]
-    checkpoints.commit(partial, parts, step=step, generation=1)
-    return saved
+    return saving.save(
+        together, path, 2, step, make=lambda: make(strategy, optimizer=adamw), then=then
+    )
 
 
 def load(path, strategy):

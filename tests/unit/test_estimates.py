@@ -13,6 +13,7 @@ from nbdist.train import (
     DiLoCo,
     GPTConfig,
     LocalSGD,
+    ParameterServer,
     Pipeline,
     Sharded,
     TensorParallel,
@@ -79,6 +80,25 @@ def test_ranks_that_train_apart_send_once_in_a_period(strategy, share, num_kept)
             assert need.parameters == need.gradients == whole
             assert need.copies == num_kept * whole
             assert need.sent == round(2 * (num_ranks - 1) / num_ranks * whole * share)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_ranks", "sent"),
+    [
+        ("sync", 1, [0]),
+        ("async", 2, [1, 1]),
+        ("sync", 4, [3, 0, 1, 1]),
+        ("async", 4, [2, 0, 1 / 2, 1 / 2]),
+    ],
+)
+def test_a_server_alone_has_the_optimizer(mode, num_ranks, sent):
+    """It and its replica; it sends the model for each push, and each update to the replica."""
+    whole = num_bytes(gpt())
+    needs = estimate(gpt, ParameterServer(mode), num_ranks).ranks
+    assert [need.sent for need in needs] == [round(share * whole) for share in sent]
+    holds = [need.optimizer > 2 * whole for need in needs]
+    assert holds == [True, num_ranks > 2, False, False][:num_ranks]
+    assert all(need.parameters == need.gradients == whole for need in needs)
 
 
 def test_shards_are_all_of_it_together():

@@ -164,3 +164,41 @@ def test_a_cut_between_a_collectives_begin_and_the_wait_for_it():
     promise = works.follow(work)
     work.future.set_result([torch.ones(1)])
     assert promise.wait()[0].tolist() == [1]
+
+
+def test_what_another_thread_keeps():
+    """Who waits is freed when it is there, and by a cut, before or after; a late word is none."""
+    works = Works()
+    kept, cut = works.expect(), works.expect()
+    works.keep(kept)
+    assert kept.wait() == []
+    works.give_up()
+    works.keep(cut)
+    for promise in (cut, works.expect()):
+        with pytest.raises(RuntimeError, match="cut"):
+            promise.wait()
+    assert works.take_stuck(0.01) == []
+
+
+def test_a_thread_that_waits_itself():
+    """It is not freed by a cut, but that it does not end is told; after one it does not begin."""
+    works, may_end, has_begun = Works(), threading.Event(), threading.Event()
+
+    class Slow:
+        def wait(self):
+            has_begun.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=works.wait_here, args=([Slow()],))
+    thread.start()
+    assert has_begun.wait(60)
+    works.give_up()
+    assert len(works.take_stuck(0.01)) == 1
+    may_end.set()
+    thread.join(60)
+    with pytest.raises(RuntimeError, match="cut"):
+        works.wait_here([Slow()])
+    works.begin()
+    works.wait_here([Slow()])
+    works.give_up()
+    assert works.take_stuck(0.01) == []

@@ -8,6 +8,7 @@ from nbdist.train.strategies.data_parallel import DataParallel
 from nbdist.train.strategies.diloco import DiLoCo
 from nbdist.train.strategies.local_sgd import LocalSGD
 from nbdist.train.strategies.mesh import Mesh
+from nbdist.train.strategies.parameter_server import ParameterServer
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.sharded import Sharded
 from nbdist.train.strategies.tensor_parallel import TensorParallel
@@ -18,6 +19,7 @@ __all__ = [
     "Exchange",
     "LocalSGD",
     "Mesh",
+    "ParameterServer",
     "Pipeline",
     "Place",
     "Sharded",

@@ -21,12 +21,13 @@ from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_firs
 from nbdist.train.strategies.flight import Flight
 from nbdist.train.strategies.meeting import Lack
 from nbdist.train.strategies.outer import named
+from nbdist.train.strategies.whole import OfWhole
 from nbdist.train.vote import COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.train.strategies.base import Keeper, Turn
+    from nbdist.train.strategies.base import Keeper
     from nbdist.train.strategies.meeting import Stand
     from nbdist.train.strategies.outer import Calendar, Fragment, Kept
 
@@ -35,10 +36,10 @@ log = logging.getLogger(__name__)
 _NO_GROUP = 0, 1, -1
 
 
-class Apart:
+class Apart(OfWhole):
     """Trains this rank's replica on its own share, and makes outer steps with the others."""
 
-    is_lockstep = False
+    has_optimizer = True
 
     def __init__(
         self,
@@ -49,9 +50,10 @@ class Apart:
         mixing: float = 0.0,
         wire: torch.dtype | None = None,
     ) -> None:
+        super().__init__(module)
         self.place = Place(0, 1)
         self.num_lost = 0
-        self._module, self._calendar, self._fragments = module, calendar, fragments
+        self._calendar, self._fragments = calendar, fragments
         self._mixing, self._wire = mixing, wire
         self._id = secrets.randbits(62)
         """Of this rank, through all groups."""
@@ -69,10 +71,6 @@ class Apart:
         """The ranks have not settled in it yet."""
 
     # ---- the group
-
-    def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
-        """Replicas train in any group."""
-        return True
 
     def twins(self, rank: int, world_size: int) -> Place:  # noqa: ARG002 - in any group
         """No other has come to what this rank has."""
@@ -210,10 +208,6 @@ class Apart:
 
     # ---- a step
 
-    def train(self, batch: Any, turn: Turn) -> None:
-        """Forward and backward."""
-        turn.backward(turn.objective(turn.module, batch))
-
     def backward(
         self,
         loss: Tensor,
@@ -263,14 +257,6 @@ class Apart:
         """What was loaded is told by `resume`."""
         self._since, self._is_new, self._flight = {}, True, None
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Each rank clips its own."""
-        return nn.utils.get_total_norm(gradients)
-
-    def predict(self, inputs: Any) -> Any:
-        """What this rank's replica returns."""
-        return self._module(inputs)
-
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
         if self.place.num_places > 1:
@@ -279,10 +265,6 @@ class Apart:
     def sum_places_(self, tensor: Tensor) -> None:
         """Buffers are averaged with each step, also where parameters are not."""
         self.sum_(tensor)
-
-    def owned(self) -> list[object]:
-        """Nothing that the user could see."""
-        return []
 
     def end(self) -> None:
         """A run is over; an outer step that was under way is sent anew with the next."""

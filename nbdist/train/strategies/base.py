@@ -41,6 +41,24 @@ class Summed(NamedTuple):
     be applied. True also where the exchange does not look."""
 
 
+class Update(NamedTuple):
+    """What a worker of a parameter server has come to, as the server applies it."""
+
+    number: int
+    """The step."""
+    loss_sum: float
+    weight: float
+    """What it is the sum over."""
+    is_applied: bool
+    """False: its loss is not finite."""
+    rate_factor: float
+    """Times the optimizer's rate."""
+    gradients: list[Tensor | None]
+    """Of all parameters, means over the batch."""
+    buffers: list[Tensor | None]
+    """Of all; None: as it was."""
+
+
 class Terms(Protocol):
     """What a strategy may know of the trainer that it is for: its `train.recipe.Recipe`."""
 
@@ -94,6 +112,37 @@ class Keeper(Protocol):
     def move(self, module: nn.Module, copies: Iterable[bytes]) -> None:
         """Hold another part of the model, whose state is in the copies of all ranks."""
 
+    # ---- where one rank deals the steps
+
+    @property
+    def wants_hold(self) -> bool:
+        """This rank was told to have all stand."""
+
+    def limit(self, low: int) -> int:
+        """Steps up to which none are dealt before all below have been committed.
+
+        Args:
+            low: all below are.
+        """
+
+    def go_to(self, step: int) -> None:
+        """Train this step next, which no other rank trains."""
+
+    def stand(self, step: int, *, is_called: bool) -> None:
+        """All ranks stand with so many steps; `is_called`: since somebody was told to."""
+
+    def apply(self, update: Update) -> tuple[Any, ...]:
+        """Apply what a worker has come to; the row that is to be reported of it."""
+
+    def report(self, row: tuple[Any, ...]) -> None:
+        """The step is committed."""
+
+    num_skipped: int
+    """Committed steps in which nothing was applied."""
+
+    def drop_moments(self) -> None:
+        """This rank's optimizer is not used."""
+
 
 class Turn(Protocol):
     """One batch of a step, as an exchange is given it: `train.step.Step`."""
@@ -137,6 +186,10 @@ class Exchange(Protocol):
     """A pass through the model needs all ranks: each makes as many as the others."""
     num_lost: int
     """Steps of single ranks that were committed, and lost with these ranks."""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether this rank applies its steps itself; else another one does, and reports them."""
 
     def fits(self, rank: int, world_size: int) -> bool:
         """Whether what this rank holds is what it should hold in a group of this size.

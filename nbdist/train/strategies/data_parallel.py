@@ -26,7 +26,8 @@ from nbdist.protocol.telemetry import Kind
 from nbdist.train.checks import check_one_of, check_positive, check_share, check_whole
 from nbdist.train.compression import Codec, Courier, LowRank, Quantise, Reduced, Sparse, take
 from nbdist.train.randomness import seeded
-from nbdist.train.strategies.base import Keeper, Place, Summed, Terms, Turn
+from nbdist.train.strategies.base import Keeper, Place, Summed, Terms
+from nbdist.train.strategies.whole import OfWhole
 from nbdist.train.vote import join, split
 
 DEFAULT_BUCKET_MB = 25
@@ -121,23 +122,20 @@ class DataParallel:
         )
 
 
-class Replicas:
+class Replicas(OfWhole):
     """Sums gradients over the ranks, each of which holds a replica."""
 
-    is_lockstep = False
     num_lost = 0
+    has_optimizer = True
 
     def __init__(self, settings: DataParallel, module: nn.Module, num_votes: int) -> None:
+        super().__init__(module)
         self.place = Place(0, 1)
-        self._settings, self._module, self._num_votes = settings, module, num_votes
+        self._settings, self._num_votes = settings, num_votes
         self._ddp: DistributedDataParallel | None = None
         self._buckets = _Buckets()
         codec = _CODECS[settings.compress](settings)
         self._courier = None if codec is None else Courier(codec)
-
-    def fits(self, rank: int, world_size: int) -> bool:  # noqa: ARG002 - any will do
-        """Replicas train in any group."""
-        return True
 
     def twins(self, rank: int, world_size: int) -> Place:
         """All ranks hold the same."""
@@ -164,10 +162,6 @@ class Replicas:
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
             take_from_first(tensor)
         return True
-
-    def train(self, batch: Any, turn: Turn) -> None:
-        """Forward and backward; gradients are summed with the step's last batch."""
-        turn.backward(turn.objective(turn.module, batch))
 
     def backward(
         self,
@@ -236,14 +230,6 @@ class Replicas:
         tensor = torch.tensor(vote, dtype=torch.float64)
         self.sum_(tensor)
         return tensor.tolist()
-
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Every rank has the whole gradient."""
-        return nn.utils.get_total_norm(gradients)
-
-    def predict(self, inputs: Any) -> Any:
-        """What the model returns."""
-        return self._module(inputs)
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""

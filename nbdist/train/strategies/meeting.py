@@ -24,6 +24,7 @@ __all__ = [
     "Stand",
     "gather",
     "gather_numbers",
+    "gather_rows",
     "giver",
     "lack",
     "packed",
@@ -71,16 +72,17 @@ def giver(stands: Sequence[Stand]) -> int | None:
 
 def gather(own: Stand, place: Place) -> list[Stand]:
     """How far each rank of the present group has come."""
-    rows = _gather([int(value) for value in own], place)
+    rows = gather_rows([int(value) for value in own], place)
     return [Stand(ident, step, num, bool(has)) for ident, step, num, has in rows]
 
 
 def gather_numbers(own: int, place: Place) -> list[int]:
     """The numbers of all ranks."""
-    return [number for (number,) in _gather([own], place)]
+    return [number for (number,) in gather_rows([own], place)]
 
 
-def _gather(own: Sequence[int], place: Place) -> list[list[int]]:
+def gather_rows(own: Sequence[int], place: Place) -> list[list[int]]:
+    """Rows of numbers of all ranks."""
     table = torch.zeros(place.num_places, len(own), dtype=torch.int64)
     table[place.at] = torch.tensor(own)
     if place.num_places > 1:

@@ -43,6 +43,7 @@ class Settling(Generic[H]):
     is_lockstep = True
     """Others have a part in each pass."""
     num_lost = 0
+    has_optimizer = True
     pieces: ClassVar[str]
     """What a rank's are called."""
 
