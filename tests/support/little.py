@@ -126,6 +126,26 @@ def check_short_batches(together, num_ranks, strategy):
     assert len(metrics) == 2
 
 
+def check_own_loops(together, num_ranks, strategy):
+    """A loop of the user's may call `step.backward` or `step.train`; both are as in one process."""
+
+    def body(strategy, is_own):
+        trainer = usual(strategy)
+        for step in trainer.steps(2):
+            with step:
+                for x, y in step.batches():
+                    if is_own:
+                        step.backward(functional.cross_entropy(trainer.model(x), y), count=len(x))
+                    else:
+                        step.train((x, y))
+        return trainer.history["loss"].tolist()
+
+    (expected,) = together(1, lambda _: body(DataParallel(), True))
+    for is_own in (False, True):
+        for losses in together(num_ranks, lambda _, is_own=is_own: body(strategy, is_own)):
+            assert losses == pytest.approx(expected, rel=1e-6)
+
+
 def check_lost(together, num_ranks, lost, trainer):
     """What one rank loses comes back: all go back to the last copy, and the curve is that of an
     undisturbed run, bit for bit."""

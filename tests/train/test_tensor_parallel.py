@@ -16,6 +16,7 @@ from little import (
     WIDTH,
     build,
     check_lost,
+    check_own_loops,
     check_short_batches,
     check_sixty_steps,
     far,
@@ -307,22 +308,7 @@ def test_a_module_gives_the_weights_of_rank_0(together):
 
 def test_own_loops(together):
     """With `step.backward` or with `step.train`, the model called as with any other strategy."""
-
-    def body(strategy, is_own):
-        trainer = make(strategy)
-        for step in trainer.steps(2):
-            with step:
-                for x, y in step.batches():
-                    if is_own:
-                        step.backward(functional.cross_entropy(trainer.model(x), y), count=len(x))
-                    else:
-                        step.train((x, y))
-        return trainer.history["loss"].tolist()
-
-    (expected,) = together(1, lambda _: body(DataParallel(), True))
-    for is_own in (False, True):
-        for losses in together(2, lambda _, is_own=is_own: body(pairs(), is_own)):
-            assert losses == pytest.approx(expected, rel=1e-6)
+    check_own_loops(together, 2, pairs())
 
 
 def test_reduced_precision(together):
