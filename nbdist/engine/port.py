@@ -53,6 +53,10 @@ class Drivable(Protocol):
     def is_replicated(self) -> bool:
         """Whether every rank holds the same, so that any can hand it over to any other."""
 
+    @property
+    def has_twin(self) -> bool:
+        """Whether another rank of the present group holds what this one holds."""
+
     async def drive(self, port: Port) -> None:
         """Train as the port says, giving way to the event loop between steps, until it is over."""
 

@@ -353,6 +353,7 @@ class Runs:
                 run=spec.run,
                 step=trainer.step,
                 is_replicated=trainer.is_replicated,
+                has_twin=trainer.has_twin,
             )
         )
         task = asyncio.get_event_loop().create_task(self._drive(self.port), name="nbdist-run")

@@ -226,6 +226,8 @@ class RunBound(Event, frozen=True, kw_only=True):
     """Steps that the trainer has committed."""
     is_replicated: bool = True
     """Every rank holds the same. Where not, ranks that stand apart find together by themselves."""
+    has_twin: bool = False
+    """Another rank holds what this one holds, as of now, so that both need not stay."""
     fault: RunFault | None = None
 
 

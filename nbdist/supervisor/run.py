@@ -105,6 +105,11 @@ class Run:
         is_wanted = self.state == "running" and not self.is_paused and not self.is_stopping
         return is_wanted and self.step < min(self.target, self.until or self.target)
 
+    @property
+    def has_twins(self) -> bool:
+        """What each member holds is held by another one, too; False: it is not known."""
+        return bool(self.bound) and all(bound.has_twin for bound in self.bound.values())
+
     def leavers(self, membership: Membership) -> list[Slot]:
         """Members that have left the loop early."""
         return [slot for slot in membership.slots if slot in self.left]

@@ -316,13 +316,13 @@ class World:
             self._out.append(do.Notify(notice))
 
     def _dismiss(self) -> None:
-        """Have members beyond the size leave: one after the other while a run trains.
+        """Have members beyond the size leave.
 
-        Where a model is divided, only a neighbour has a copy of what an engine holds, and the next
-        group makes new ones with its first step.
+        Where a run trains a model that is divided, one leaves after the other: only a neighbour has
+        a copy of what an engine holds, and the next group makes new ones with its first step.
         """
         surplus, run = self.roster.surplus, self.runs.present
-        if run is not None and run.will_go:
+        if run is not None and run.will_go and not run.has_twins:
             is_whole = self.phase is Phase.RUNNING and run.progress.generation == self.generation
             surplus = surplus[-1:] if is_whole and not self._leavers() else []
         for seat in surplus:

@@ -19,6 +19,7 @@ from nbdist.train.ports import Rows, SoloPort
 from nbdist.train.recipe import Precision, Recipe
 from nbdist.train.state import State
 from nbdist.train.strategies import DataParallel, Strategy
+from nbdist.train.strategies.axes import place_of_rank
 from nbdist.train.strategies.service import Service
 
 if TYPE_CHECKING:
@@ -140,6 +141,11 @@ class Trainer:
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole state."""
         return self._state.recipe.strategy.is_replicated
+
+    @property
+    def has_twin(self) -> bool:
+        """Whether another rank of the present group holds what this one holds."""
+        return self._state.exchange.twins(*place_of_rank()).num_places > 1
 
     @property
     def num_skipped(self) -> int:

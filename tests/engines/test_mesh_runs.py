@@ -1,6 +1,8 @@
 """Two pipelines beside each other train on when a stage of one is lost: its twin has it."""
 
+import numpy as np
 import pytest
+import training
 from training import cell_in_parts, kill_each
 
 CELL = cell_in_parts("Mesh(pipeline=Pipeline(2, '1f1b', 4, copy_every=5), data=2)")
@@ -18,3 +20,21 @@ def test_a_stage_that_is_lost_comes_from_its_twin(cluster, until):
 def test_any_stage_of_either_may_be_lost(cluster, until, seed):
     """At any moment: in a send, a sum of gradients, the vote, the update."""
     kill_each(cluster(4), until, CELL, 4, seed)
+
+
+@pytest.mark.slow
+def test_one_of_two_models_is_given_back(cluster, until):
+    """Its ranks leave together, and come again: the other takes the whole batch, and nothing is
+    lost."""
+    engines = cluster(4)
+    engines.run(CELL)
+    run = engines.train("trainer", steps=1_000_000)
+    for size in (2, 4):
+        mark = len(run.history["step"]) + 8
+        until(lambda mark=mark: len(run.history["step"]) > mark, 60, lambda: str(run))
+        engines.scale(size)
+        until(lambda n=size: set(run.history["world_size"][-3:]) == {n}, 60, lambda: str(run))
+    run.stop()
+    training.check_steps(run)
+    losses = training.undisturbed(engines, len(run.history["step"]))
+    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)

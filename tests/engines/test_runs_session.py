@@ -17,7 +17,7 @@ import asyncio, pickle, time
 from nbdist.engine import runs as engine_runs
 
 class Counter:
-    is_replicated = True
+    is_replicated = has_twin = True
 
     def __init__(self):
         self.step, self.weight, self.lr, self.at = 0, torch.zeros(3), 0.1, time.monotonic()

@@ -35,7 +35,7 @@ class Counts:
     '''Trains nothing: its steps only take time and emit.'''
 
     step = 0
-    is_replicated = True
+    is_replicated = has_twin = True
 
     async def drive(self, port):
         while not port.is_over:

@@ -301,7 +301,7 @@ def test_a_model_that_is_missing_is_given_whole():
 class Counter:
     """As small as a trainer can be."""
 
-    is_replicated = True
+    is_replicated = has_twin = True
 
     def __init__(self, step, is_replicated=True):
         self.step, self.is_replicated = step, is_replicated

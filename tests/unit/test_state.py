@@ -209,11 +209,11 @@ class World:
         self.machine.run_says(event, self.now)
         return self._heard()
 
-    def train(self, steps=9, step=0):
+    def train(self, steps=9, step=0, **bound):
         """A run goes on all members."""
         assert self.machine.begin_run("r", rn.BeginRun(name="t", steps=steps), self.now) == ""
         for slot in self.slots:
-            self.say(rn.RunBound, slot, step=step)
+            self.say(rn.RunBound, slot, step=step, **bound)
         assert self.machine.runs.is_going
 
     def loop(self, cell="c1", steps=9):
@@ -2514,6 +2514,16 @@ def test_while_a_run_trains_engines_are_given_back_one_after_the_other():
         world.die(slot, signal=None, code=0)
     assert world.machine.is_healthy
     assert world.machine.runs.is_going
+
+
+def test_where_others_hold_the_same_engines_are_given_back_together():
+    """Replicas, and models beside each other: the run stands still once."""
+    world = World.running(4)
+    world.train(steps=50, has_twin=True)
+    world.scale(2)
+    world.stand(1)
+    world.settle(step=1)
+    assert world.slots == (0, 1)
 
 
 def test_a_supervisor_that_takes_over_knows_for_which_cells_a_run_stands():
