@@ -136,7 +136,7 @@ def _compute() -> bokeh_figure:
 
 
 def _sync() -> bokeh_figure:
-    chart = _empty("ms since the step began", "", 260)
+    chart = _empty("ms since the step began", "", 260, x_range=_told_range())
     chart.y_range = Range1d(start=1, end=0)
     bars = _source(
         "bars",
@@ -178,7 +178,7 @@ def _letters(chart: bokeh_figure) -> None:
 
 
 def _pipeline() -> bokeh_figure:
-    chart = _empty("ms since the batch began", "", 260)
+    chart = _empty("ms since the batch began", "", 260, x_range=_told_range())
     chart.y_range = Range1d(start=1, end=0)
     edges = ("left", "right", "bottom", "top", "colour", "hatch")
     bars = _source("bars", *edges, "what", "who", "ms", "size", "letter", "edge")
@@ -227,8 +227,8 @@ def _membership() -> bokeh_figure:
 
 def _incidents() -> bokeh_figure:
     # Side by side on a log axis: parts of a millisecond and of ten seconds are both to be seen.
-    chart = _empty("ms, on a log axis", "", 140, x_axis_type="log")
-    chart.x_range, chart.y_range = Range1d(start=1, end=1000), Range1d(start=1, end=0)
+    chart = _empty("ms, on a log axis", "", 140, x_axis_type="log", x_range=_told_range())
+    chart.y_range = Range1d(start=1, end=0)
     chart.xaxis.ticker = FixedTicker(ticks=[10.0**power for power in range(-3, 8)])
     chart.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
     source = _source(
@@ -239,6 +239,11 @@ def _incidents() -> bokeh_figure:
     chart.add_tools(HoverTool(renderers=[parts], tooltips=tips))
     _lanes(chart)
     return chart
+
+
+def _told_range() -> Range1d:
+    """For a chart whose page says where its axis ends: one that follows its data would, too."""
+    return Range1d(start=1, end=2)
 
 
 _TEXT: dict[str, Any] = {"text_font": value(palette.FONT), "text_font_size": "11px"}
@@ -275,6 +280,7 @@ def _source(name: str, *columns: str) -> ColumnDataSource:
 
 
 def _empty(x_label: str, y_label: str, height: int, **options: Any) -> bokeh_figure:
+    options.setdefault("x_range", DataRange1d(range_padding=0.02, only_visible=False))
     chart = bokeh_figure(
         height=height,
         sizing_mode="stretch_width",
@@ -283,7 +289,6 @@ def _empty(x_label: str, y_label: str, height: int, **options: Any) -> bokeh_fig
         active_scroll=None,
         x_axis_label=x_label,
         y_axis_label=y_label,
-        x_range=DataRange1d(range_padding=0.02, only_visible=False),
         y_range=DataRange1d(range_padding=0.1),
         background_fill_color=None,
         border_fill_color=None,
