@@ -152,7 +152,7 @@ room: they are a sample. rows and steps are thinned out where they are many; `th
 """
 
 TABLES_OF: dict[View, tuple[str, ...]] = {
-    "overview": ("rows", "steps", "memory", "seats", "phases"),
+    "overview": ("rows", "steps", "memory", "seats", "phases", "buckets", "spans", "plans"),
     "ranks": ("steps", "memory"),
     "loss": ("rows", "phases"),
     "throughput": ("rows", "steps", "phases"),

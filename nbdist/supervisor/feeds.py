@@ -161,7 +161,10 @@ class Feeds:
             return od.Refused(kind="WrongState", message=text)
         before = self._subscriptions.get(key)
         if before is None and len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
-            text = f"{MAX_SUBSCRIPTIONS} live views are open on this cluster; close one first"
+            text = (
+                f"{MAX_SUBSCRIPTIONS} live views are open on this cluster, and no more may be: "
+                "delete the output of another one, or close its page"
+            )
             return od.Refused(kind="WrongState", message=text)
         subscription = Subscription(order)
         if before is not None:

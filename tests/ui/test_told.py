@@ -247,6 +247,44 @@ def test_of_a_long_run_the_steps_are_counted_and_not_the_rows(bare):
     assert card(page, "pace") == (f"{pace:,.0f}", "samples/s over the run, stalls included")
 
 
+def test_a_page_that_watches_a_long_run_keeps_its_beginning(bare, run):
+    """Rows are thinned out, as in a snapshot: the first, the last and the extremes stay."""
+    told, _ = fr.unpack(run.frame(NOW))
+    num, each = 20_000, 1000
+    rows = np.zeros(num, ROWS)
+    rows["step"], rows["at"] = np.arange(num), np.arange(num) * 0.1
+    rows["loss"], rows["seconds"], rows["samples"] = 5 - 4 * np.arange(num) / num, 0.1, 16
+    rows["generation"], rows["world_size"] = 1, 2
+    rows["loss"][1234] = 9.5
+    page = bare(views=("overview", "loss", "throughput"))
+    for seq, first in enumerate(range(0, num, each), 1):
+        header = replace(
+            told,
+            seq=seq,
+            kind="delta" if first else "snapshot",
+            run=replace(told.run, first=0, step=first + each, target=num),
+        )
+        new = rows[first : first + each]
+        steps = {
+            "step": np.repeat(new["step"], 2),
+            "slot": np.tile([0, 1], each),
+            "ended_at": np.repeat(new["at"], 2),
+            "compute_s": np.tile([0.05, 0.06], each),
+            "generation": np.ones(2 * each),
+        }
+        steps = {name: steps.get(name, np.zeros(2 * each)) for name in fr.TABLES["steps"]}
+        tables = {"rows": {name: new[name] for name in fr.TABLES["rows"]}, "steps": steps}
+        (page.give_frame if first else page.show)(fr.pack(header, tables))
+    page.drawn()
+    assert "in 20,000 steps;" in said(page, "loss")
+    assert card(page, "loss") == ("1.00", "from 5.00")
+    drawn = drawn_in(page, "loss", "loss")
+    assert (drawn["step"][0], drawn["step"][-1], max(drawn["loss"])) == (0, num - 1, 9.5)
+    assert drawn["step"][-each:] == list(range(num - each, num))
+    assert len(drawn["step"]) <= 8000
+    assert gaps_of_compute(page) == {0: 0, 1: 0}
+
+
 def test_after_the_end_of_its_frames_nothing_can_be_pressed(bare, run):
     """A cluster that is shut down is no whole group; frames that come again make all as before."""
     page = bare()

@@ -269,15 +269,15 @@ export class Pipeline extends StepPanel {
   /** @override @param {Store} store */
   update(store) {
     this.store = store;
-    this.known = store.isPipeline ? passages(store) : [];
-    if (!this.known.length) {
+    const known = store.isPipeline ? passages(store) : [];
+    if (!known.length) {
+      this.known = [];
       const none = store.isOver ? GONE : NOT_YET;
       this.explain(store.isPipeline ? none : NO_PIPELINE);
       return;
     }
     this.explain("");
-    if (this.isReady && !this.pinned) this.draw();
-    this.fillTwin();
+    this.take(known, store.isOver || store.isPaused);
   }
 
   /** @override */

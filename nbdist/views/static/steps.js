@@ -5,6 +5,9 @@ import { Panel } from "./panel.js";
 
 /** @typedef {{step: number, generation: number, attempt: number}} Attempt */
 
+/** A step is shown for so long: chart, sentence and table are of the same one, and can be read. */
+const SHOWN_MS = 1000;
+
 /** @param {Attempt} entry */
 function keyOf(entry) {
   return `${entry.generation}:${entry.step}:${entry.attempt}`;
@@ -20,6 +23,8 @@ export class StepPanel extends Panel {
     super(options);
     /** @type {string | null} */ this.pinned = null;
     /** @type {T[]} */ this.known = [];
+    this.knownSince = -Infinity;
+    /** The chart that has shown some of them. @type {unknown} */ this.shownOn = null;
     this.button(this.tools, "‹", "The step before", () => this.move(-1));
     this.label = this.tools.appendChild(element("span", "nbdist-step"));
     this.button(this.tools, "›", "The step after", () => this.move(1));
@@ -38,6 +43,18 @@ export class StepPanel extends Panel {
 
   /** Overridden by each view. */
   draw() {}
+
+  /** @param {T[]} known @param {boolean} isLast no more will come for now */
+  take(known, isLast) {
+    const chart = this.isReady ? this.charts[0] : null;
+    const isShown = this.known.length > 0 && this.shownOn === chart;
+    if (isShown && !isLast && performance.now() - this.knownSince < SHOWN_MS) return;
+    this.known = known;
+    this.knownSince = performance.now();
+    this.shownOn = chart;
+    if (chart && !this.pinned) this.draw();
+    this.fillTwin(true);
+  }
 
   /** @returns {T | undefined} */
   get chosen() {

@@ -5,6 +5,8 @@
 const MAX_ROWS = 8000;
 const MAX_STEPS = 24000;
 const MAX_DETAILS = 8000;
+/** So many of the last rows stay when others are thinned out. */
+const NUM_LAST = 1000;
 const SEND = 23;
 const RECEIVE = 24;
 
@@ -41,6 +43,36 @@ export class Table {
     this.length = kept + Math.min(count, this.limit);
   }
 
+  /**
+   * About half of the rows, where more are to come than there is room for: the first, the last ones, and of every four
+   * that follow one another of an owner the least and the greatest.
+   * @param {number} count that come @param {string} value a column @param {string} [owner] a column
+   */
+  makeRoom(count, value, owner) {
+    if (this.length + count <= this.limit) return;
+    const values = this.get(value);
+    const owners = owner ? this.get(owner) : null;
+    /** @type {Map<number, number[]>} */ const fours = new Map();
+    /** @type {number[]} */ const places = [];
+    const until = Math.max(0, this.length - NUM_LAST);
+    for (let i = 0; i < until; i++) {
+      const its = owners?.[i] ?? 0;
+      const four = fours.get(its);
+      if (!four) places.push(i); // the first of all
+      if (!four || four.push(i) === 4) {
+        if (four) places.push(...new Set([extreme(four, values, -1), extreme(four, values, 1)]));
+        fours.set(its, []);
+      }
+    }
+    for (const four of fours.values()) places.push(...four);
+    places.sort((a, b) => a - b);
+    for (let i = until; i < this.length; i++) places.push(i);
+    for (const [name, column] of Object.entries(this.columns)) {
+      this.columns[name] = Float64Array.from(places, (i) => column[i]);
+    }
+    this.length = places.length;
+  }
+
   /** @param {number} length */
   cut(length) {
     for (const name of Object.keys(this.columns)) {
@@ -48,6 +80,11 @@ export class Table {
     }
     this.length = Math.min(this.length, length);
   }
+}
+
+/** The place with the least value, or, with sign -1, the greatest. @param {number[]} places @param {Float64Array} values @param {number} sign */
+function extreme(places, values, sign) {
+  return places.reduce((a, b) => (sign * values[b] < sign * values[a] ? b : a));
 }
 
 /** Attempts come slot by slot; who looks at the last ones wants those of all slots. @param {Columns | undefined} added */
@@ -87,11 +124,20 @@ export class Store {
     for (const { number, incident } of header.incidents) this.incidents.set(number, incident);
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
-    this.steps.append(byTime(tables.steps));
-    if (header.thinned.includes("steps")) for (const step of tables.steps?.step ?? []) this.sparseUntil = Math.max(this.sparseUntil, step);
+    this.takeSteps(byTime(tables.steps), header.thinned.includes("steps"));
     for (const name of /** @type {const} */ (["buckets", "spans", "plans", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
+  }
+
+  /** @param {Columns | undefined} added @param {boolean} isThinned some were left out */
+  takeSteps(added, isThinned) {
+    const last = this.steps.length ? this.steps.get("step")[this.steps.length - 1] : -1;
+    const known = this.steps.length;
+    this.steps.makeRoom(added?.step?.length ?? 0, "compute_s", "slot");
+    if (this.steps.length < known) this.sparseUntil = Math.max(this.sparseUntil, last);
+    this.steps.append(added);
+    if (isThinned) for (const step of added?.step ?? []) this.sparseUntil = Math.max(this.sparseUntil, step);
   }
 
   /** A step that is committed again stands over the earlier row, and what followed that one. */
@@ -115,6 +161,7 @@ export class Store {
       name,
       isWhole ? values : Float64Array.from(places, (i) => values[i]),
     ]);
+    this.rows.makeRoom(places.length, "loss");
     this.rows.append(Object.fromEntries(chosen));
   }
 

@@ -143,16 +143,16 @@ export class Sync extends StepPanel {
   /** @override @param {Store} store */
   update(store) {
     this.store = store;
-    this.known = attempts(store);
-    if (!this.known.length) {
+    const known = attempts(store);
+    if (!known.length) {
+      this.known = [];
       const alone = (store.world?.world_size ?? 0) < 2;
       const none = store.isOver ? GONE : NOT_YET;
       this.explain(alone ? ALONE : none);
       return;
     }
     this.explain("");
-    if (this.isReady && !this.pinned) this.draw();
-    this.fillTwin();
+    this.take(known, store.isOver || store.isPaused);
   }
 
   /** @override */

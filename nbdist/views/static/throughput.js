@@ -101,7 +101,7 @@ export function verdict(store) {
       detail: `${late}, but computes no longer`,
       sentence:
         `Though ${late} (${percent(worst.score)} of a step), neither its computing nor its data takes longer: ` +
-        "it waits for others within the step, as the first stage of a pipeline does.",
+        `it waits for others within the step${store.isPipeline ? ", as the first stage of a pipeline does" : ""}.`,
     };
   }
   const cause = asked ? `it was made ${seat?.slow_factor} times as slow` : isData ? "it waits for data" : "its computing takes longer";
