@@ -5,6 +5,7 @@
 const MAX_ROWS = 8000;
 const MAX_STEPS = 24000;
 const MAX_DETAILS = 8000;
+const MAX_MEMORY = 24000;
 const SEND = 23;
 const RECEIVE = 24;
 
@@ -68,6 +69,8 @@ export class Store {
     this.buckets = new Table(MAX_DETAILS);
     this.spans = new Table(MAX_DETAILS);
     this.plans = new Table(MAX_DETAILS);
+    this.traffic = new Table(MAX_DETAILS);
+    this.memory = new Table(MAX_MEMORY);
     this.seats = new Table(MAX_ROWS);
     this.phases = new Table(MAX_ROWS);
     /** @type {Map<number, import("./types").Incident>} */ this.incidents = new Map();
@@ -89,7 +92,7 @@ export class Store {
     this.takeRows(tables.rows);
     this.steps.append(byTime(tables.steps));
     if (header.thinned.includes("steps")) for (const step of tables.steps?.step ?? []) this.sparseUntil = Math.max(this.sparseUntil, step);
-    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "seats", "phases"])) {
+    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "traffic", "memory", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
   }
