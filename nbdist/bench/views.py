@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, get_args
 
 from nbdist.bench.steps import TRAINER, train
-from nbdist.protocol.frames import View
+from nbdist.protocol.tables import View
 from nbdist.session.start import start
 
 if TYPE_CHECKING:

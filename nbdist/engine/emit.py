@@ -7,6 +7,7 @@ module was loaded, a full one overwrites its oldest records, and whatever is los
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from itertools import count
@@ -14,14 +15,24 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nbdist.protocol.telemetry import PACKED, RECORD
+from nbdist.protocol.telemetry import PACKED, RECORD, Kind
+from nbdist.protocol.traffic import Axis, Op, packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from nbdist.protocol.telemetry import Kind
-
-__all__ = ["RING", "Drained", "Ring", "begin_step", "instant", "scalar", "span"]
+__all__ = [
+    "RING",
+    "Drained",
+    "Ring",
+    "begin_step",
+    "bucket_done",
+    "exchange",
+    "exchanged",
+    "instant",
+    "scalar",
+    "span",
+]
 
 NUM_RECORDS = 4096
 
@@ -143,6 +154,28 @@ _put = RING.put
 def span(kind: Kind, t0_ns: int, t1_ns: int, *, ident: int = 0, value: float = 0.0) -> None:
     """Something lasted from `t0_ns` to `t1_ns`, by `time.perf_counter_ns`."""
     _put(kind, t0_ns, t1_ns, ident, value)
+
+
+@contextlib.contextmanager
+def exchange(op: Op, axis: Axis, num_ranks: int, num_bytes: int) -> Iterator[None]:
+    """Within, so many ranks exchange something, of which this one hands over so much.
+
+    Nothing is told of one that fails.
+    """
+    began_ns = _now_ns()
+    yield
+    exchanged(op, axis, num_ranks, num_bytes, began_ns)
+
+
+def exchanged(op: Op, axis: Axis, num_ranks: int, num_bytes: int, began_ns: int) -> None:
+    """The same, where it does not end in the thread that began it."""
+    _put(Kind.COLLECTIVE, began_ns, _now_ns(), packed(op, axis, num_ranks), num_bytes)
+
+
+def bucket_done(op: Op, num_ranks: int, launched_ns: int, index: int, num_bytes: int) -> None:
+    """A bucket of gradients has been summed by one exchange."""
+    _put(Kind.BUCKET_DONE, launched_ns, _now_ns(), index, num_bytes)
+    exchanged(op, Axis.DATA, num_ranks, num_bytes, launched_ns)
 
 
 def scalar(kind: Kind, value: float) -> None:

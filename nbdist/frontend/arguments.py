@@ -16,7 +16,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import cell_magic, line_magic
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from nbdist.protocol.frames import View
+from nbdist.protocol.tables import View
 
 __all__ = [
     "as_count",

@@ -23,7 +23,7 @@ from nbdist.frontend.arguments import (
     read_line,
 )
 from nbdist.frontend.display import LiveText, is_live, show_line, show_value, show_warnings
-from nbdist.protocol.frames import View
+from nbdist.protocol.tables import View
 from nbdist.session import start as session
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from nbdist.protocol.frames import WINDOW, View
+from nbdist.protocol.frames import WINDOW
 from nbdist.protocol.ids import RunId
+from nbdist.protocol.tables import View
 
 
 class FeedMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -30,11 +30,13 @@ import numpy as np
 
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import Generation, RunId, Slot
+from nbdist.protocol.tables import TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from numpy.typing import NDArray
+    from nbdist.protocol.tables import Table
+
 
 SCHEMA = 1
 """Raised with every change that an older reader would misread."""
@@ -49,122 +51,6 @@ TYPICAL_BYTES = 65_536
 MAX_BYTES = 262_144
 """No frame is larger; long series are thinned out to their least and greatest values."""
 
-View = Literal["overview", "ranks", "loss", "throughput", "sync", "pipeline", "membership"]
-"""What may be subscribed to. World, run, incidents, evaluations and counters come with all."""
-
-TABLES: dict[str, dict[str, str]] = {
-    "rows": {
-        "step": "f8",
-        "at": "f8",
-        "loss": "f8",
-        "lr": "f8",
-        "seconds": "f4",
-        "samples": "f4",
-        "generation": "f4",
-        "world_size": "f4",
-    },
-    "steps": {
-        "step": "f8",
-        "ended_at": "f8",
-        "ready_at": "f8",
-        "slot": "f4",
-        "generation": "f4",
-        "attempt": "f4",
-        "samples": "f4",
-        "step_s": "f4",
-        "compute_s": "f4",
-        "exposed_s": "f4",
-        "wait_s": "f4",
-        "data_s": "f4",
-        "optimizer_s": "f4",
-    },
-    "buckets": {
-        "step": "f8",
-        "ready_at": "f8",
-        "launch_at": "f8",
-        "done_at": "f8",
-        "size_bytes": "f8",
-        "slot": "f4",
-        "generation": "f4",
-        "attempt": "f4",
-        "bucket": "f4",
-    },
-    "spans": {
-        "step": "f8",
-        "began_at": "f8",
-        "ended_at": "f8",
-        "slot": "f4",
-        "generation": "f4",
-        "attempt": "f4",
-        "kind": "f4",
-        "ident": "f4",
-        "value": "f8",
-    },
-    "plans": {
-        "generation": "f4",
-        "slot": "f4",
-        "kind": "f4",
-        "ident": "f4",
-        "stage": "f4",
-        "began": "f4",
-        "ended": "f4",
-    },
-    "memory": {"at": "f8", "rss_bytes": "f8", "device_bytes": "f8", "slot": "f4"},
-    "seats": {"at": "f8", "slot": "f4", "rank": "f4", "state": "f4", "generation": "f4"},
-    "phases": {"at": "f8", "phase": "f4", "generation": "f4", "world_size": "f4"},
-}
-"""Table -> its columns -> their type. A column's name in a frame is `table.column`.
-
-rows: one committed step of the run. step: from 0. loss: mean over the global batch. lr: rate used.
-seconds: since the committed step before, stalls included. samples: over all ranks. A later row on
-the same step stands over the earlier one: it was committed again, since its holders were lost.
-
-steps: one attempt at a step on one slot. ended_at: its end. ready_at: when its last gradient was
-there, that is, when it came to the common sum. samples: this rank's. step_s: all of it. compute_s:
-its own forward and backward. exposed_s: communication and waiting that nothing hid, from `ready_at`
-to the end of the sums. wait_s: how long after it the last slot came to the sum; whoever comes last
-has 0, and NaN stands where a slot told of the attempt too late to say. data_s: waiting for batches.
-optimizer_s: the update. A slot of which nothing came has no row; a part of which nothing came is
-NaN. Of the last 2,000 attempts of each slot.
-
-buckets: one bucket of gradients in one attempt on one slot. ready_at: all its gradients are there;
-launch_at: its sum has begun; done_at: it has ended. size_bytes: of the bucket.
-
-spans: what the slot's main thread did when. kind: a number of `telemetry.Kind`: 3 forward,
-4 backward, 5 vote, 6 optimizer, 7 evaluate, 8 data, 9 checkpoint, 10 and 11 the two halves of a
-backward pass. ident: the micro-batch. value: in a pipeline the stage. There 23 and 24 are all that
-the slot sent and asked for in the attempt: from the first to the last, ident: how many, value:
-their bytes.
-
-plans: what the ranks of a pipeline are to do in the group of a generation, slot by slot, each in
-its order. kind, ident and stage as in spans; began and ended: in forwards, as if nothing were sent
-and each half of a backward took as long as a forward.
-
-memory: what a slot's engine held at `at`, about once a second. rss_bytes: resident. device_bytes:
-by torch on its GPU. Either is NaN where the row tells the other.
-
-seats: from `at` on, a slot has this state, a place in `STATES`, and this rank (-1: none).
-
-phases: from `at` on, the world has this phase, a place in `PHASES`, and so many members.
-
-buckets and spans hold the last steps only, each whole over all slots, and no more of them than have
-room: they are a sample. rows and steps are thinned out where they are many; `thinned` names them.
-"""
-
-TABLES_OF: dict[View, tuple[str, ...]] = {
-    "overview": ("rows", "steps", "memory", "seats", "phases", "buckets", "spans", "plans"),
-    "ranks": ("steps", "memory"),
-    "loss": ("rows", "phases"),
-    "throughput": ("rows", "steps", "phases"),
-    "sync": ("steps", "buckets", "spans"),
-    "pipeline": ("spans", "plans"),
-    "membership": ("seats", "phases"),
-}
-"""View -> the tables that it is sent."""
-
-STATES = ("empty", "starting", "replaying", "ready", "member", "leaving", "given up")
-PHASES = ("starting", "forming", "restoring", "running", "breaking", "failed", "ended")
-
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Base of what a header is made of."""
@@ -177,7 +63,7 @@ class Seat(Part, frozen=True, kw_only=True):
     rank: int | None
     """None while it is in no group."""
     state: str
-    """One of `STATES`."""
+    """One of `tables.STATES`."""
     pid: int | None
     host: str
     device: str
@@ -199,7 +85,7 @@ class World(Part, frozen=True, kw_only=True):
     """The world now."""
 
     phase: str
-    """One of `PHASES`."""
+    """One of `tables.PHASES`."""
     generation: Generation
     world_size: int
     """Members of the group."""
@@ -322,9 +208,6 @@ class Header(Part, frozen=True, kw_only=True):
     columns: tuple[Column, ...] = ()
 
 
-Table = dict[str, "NDArray[np.generic]"]
-"""Column -> its values, all equally many."""
-
 _LENGTH = struct.Struct("<I")
 
 
@@ -333,7 +216,7 @@ class FrameError(ValueError):
 
 
 def pack(header: Header, tables: Mapping[str, Table]) -> bytes:
-    """One buffer; `tables` as in `TABLES`, those without rows left out."""
+    """One buffer; `tables` as in `tables.TABLES`, those without rows left out."""
     columns, parts, offset = [], [], 0
     for table, values in tables.items():
         for column, kind in TABLES[table].items():
@@ -373,11 +256,6 @@ def unpack(data: bytes | memoryview) -> tuple[Header, dict[str, Table]]:
     except (struct.error, msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
         raise FrameError(f"no frame: {error}") from error
     return header, tables
-
-
-def num_rows(table: Table) -> int:
-    """Of all its columns."""
-    return len(next(iter(table.values())))
 
 
 def _type(kind: str) -> Literal["f4", "f8"]:

@@ -12,13 +12,13 @@ import numpy as np
 
 from nbdist.protocol.columns import Columns, from_columns, to_columns
 from nbdist.protocol.events import Incident
-from nbdist.protocol.frames import TABLES, num_rows
 from nbdist.protocol.ids import Generation, Slot
 from nbdist.protocol.story import OVER, Evaluation
+from nbdist.protocol.tables import TABLES, num_rows
 
 if TYPE_CHECKING:
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.story import RunStory
+    from nbdist.protocol.tables import Table
 
 SCHEMA = 1
 """Raised with every change that an older reader would misread."""
@@ -100,7 +100,7 @@ class Details(Line, frozen=True, kw_only=True):
     """What slots did, put together: in the record of a story, which has no batches."""
 
     table: str
-    """One of `protocol.frames.TABLES`."""
+    """One of `protocol.tables.TABLES`."""
     num: int
     columns: Columns
     """Of that table."""

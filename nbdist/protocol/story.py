@@ -12,14 +12,15 @@ import msgspec
 import numpy as np
 
 from nbdist.protocol.ids import Slot
+from nbdist.protocol.telemetry import SERIES, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from nbdist.protocol.events import Incident
-    from nbdist.protocol.frames import Table
+    from nbdist.protocol.tables import Table
 
     Curves = dict[Slot, dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]]
 
@@ -93,34 +94,38 @@ class RunStory:
     started: str = ""
     """When, by the wall clock, as a label; empty: not known."""
     tables: dict[str, Table] = field(default_factory=dict)
-    """What slots did and were, as frames tell it: those of `protocol.frames.TABLES` that are known,
+    """What slots did and were, as frames tell it: those of `protocol.tables.TABLES` that are known,
     but for `rows`. Of buckets and spans the last steps and the worst before them."""
     notes: list[str] = field(default_factory=list)
     """What the reader should know: gaps, drops, a record that was cut short."""
 
 
-_COLUMNS = {
-    "steps": ("step_s", "compute_s", "exposed_s", "wait_s", "data_s", "optimizer_s"),
-    "memory": ("rss_bytes", "device_bytes"),
-}
-_AT = {"steps": "ended_at", "memory": "at"}
+_COLUMNS = ("step_s", "compute_s", "exposed_s", "wait_s", "data_s", "optimizer_s")
 
 
 def curves_of(tables: Mapping[str, Table]) -> Curves:
     """`RunStory.series` as far as tables of a frame tell them."""
     curves: Curves = {}
-    for name, columns in _COLUMNS.items():
-        if name not in tables:
-            continue
-        table = tables[name]
-        slots = table["slot"].astype(np.int64)
-        for slot in np.unique(slots).tolist():
-            own = slots == slot
-            for column in columns:
-                x = table[_AT[name]][own].astype(np.float64)
-                y = table[column][own].astype(np.float64)
-                known = np.isfinite(y)
-                if known.any():
-                    full = f"memory_{column}" if name == "memory" else column
-                    curves.setdefault(Slot(slot), {})[full] = x[known], y[known]
+    for slot, table in _by("slot", tables.get("steps", {})):
+        for column in _COLUMNS:
+            _add(curves, slot, column, table["ended_at"], table[column])
+    for slot, table in _by("slot", tables.get("memory", {})):
+        for kind, its in _by("kind", table):
+            _add(curves, slot, SERIES[Kind(kind)], its["at"], its["bytes"])
     return curves
+
+
+def _by(column: str, table: Table) -> Iterator[tuple[int, Table]]:
+    """Its rows for each value of a column."""
+    values = table[column].astype(np.int64) if table else np.empty(0, np.int64)
+    for value in np.unique(values).tolist():
+        yield value, {name: column[values == value] for name, column in table.items()}
+
+
+def _add(
+    curves: Curves, slot: int, name: str, x: NDArray[np.generic], y: NDArray[np.generic]
+) -> None:
+    known = np.isfinite(y.astype(np.float64))
+    if known.any():
+        curve = x[known].astype(np.float64), y[known].astype(np.float64)
+        curves.setdefault(Slot(slot), {})[name] = curve

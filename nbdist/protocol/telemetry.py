@@ -60,6 +60,10 @@ class Kind(IntEnum):
     RECEIVE = 24
     """Instant: a stage is ready for it; `ident` and `value` likewise. It has come at the latest
     when the stage computes next."""
+    COLLECTIVE = 25
+    """Span: the exchange of a payload between ranks, waiting for others included; `ident`: what is
+    done between whom, as `protocol.traffic` packs it, `value`: the payload that this rank handed
+    over, in bytes. What stages send is told by SEND instead."""
 
     SAMPLES = 40
     """Scalar: samples that this rank trained on in the step."""
@@ -77,6 +81,15 @@ class Kind(IntEnum):
     """Scalar: memory that torch holds on the engine's GPU for this process, bytes."""
     CPU = 47
     """Scalar: cores that the process kept busy since the sample before."""
+
+    MEMORY_PEAK = 48
+    """Scalar: the most memory that was resident so far, bytes."""
+    MEMORY_LIMIT = 49
+    """Scalar: memory that the process can have, by its control group or its host, bytes."""
+    MEMORY_DEVICE_USED = 50
+    """Scalar: of MEMORY_DEVICE what tensors take, bytes."""
+    MEMORY_DEVICE_LIMIT = 51
+    """Scalar: memory that the engine's GPU has, bytes."""
 
     STEP_BROKEN = 60
     """Instant: this attempt at the step was given up."""
@@ -105,6 +118,10 @@ SERIES = {
     Kind.MEMORY_RSS: "memory_rss_bytes",
     Kind.MEMORY_DEVICE: "memory_device_bytes",
     Kind.CPU: "cpu_cores",
+    Kind.MEMORY_PEAK: "memory_peak_bytes",
+    Kind.MEMORY_LIMIT: "memory_limit_bytes",
+    Kind.MEMORY_DEVICE_USED: "memory_device_used_bytes",
+    Kind.MEMORY_DEVICE_LIMIT: "memory_device_limit_bytes",
 }
 """Kinds of which a series over time is kept: of spans their duration, of scalars their value."""
 

@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.frames import num_rows
+from nbdist.protocol.tables import num_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from nbdist.protocol.frames import Table
+    from nbdist.protocol.tables import Table
 
 NUM_LAST = 64
 """Rows at the end of which none is left out, where they take no more than half of the room."""
 
-_THINNED_BY = {"rows": ("loss", "seconds"), "steps": ("compute_s", "step_s")}
+_THINNED_BY = {
+    "rows": ("loss", "seconds"),
+    "steps": ("compute_s", "step_s"),
+    "memory": ("bytes",),
+}
 """Columns whose extremes are kept; of a table of two such parts each has half the room."""
 
 
@@ -45,16 +49,14 @@ def extremes(values: NDArray[np.floating], num_bins: int) -> NDArray[np.intp]:
 def thin(name: str, table: Table, max_rows: int) -> Table:
     """At most so many rows, or a few more: the last ones, the first, and the extremes.
 
-    For those tables of which a frame may hold only some rows; each part, of a slot, for itself.
+    For those tables of which a frame may hold only some rows; each part, of a slot or of what it
+    held, for itself.
     """
     num = num_rows(table)
     if num <= max_rows:
         return table
     num_last = min(NUM_LAST, max_rows // 2)
-    by = _THINNED_BY.get(name, ())
-    values = [np.asarray(table[column], dtype=np.float64) for column in by]
-    if not values:
-        values = [np.fmax(table["rss_bytes"], table["device_bytes"])]  # one of them is NaN
+    values = [np.asarray(table[column], dtype=np.float64) for column in _THINNED_BY[name]]
     num_bins = max(1, (max_rows - num_last) // (2 * len(values)))
     last = np.arange(num - num_last, num)
     before = [extremes(one[: num - num_last], num_bins) for one in values]

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.protocol import feed as fd
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.runs import RunState
     from nbdist.protocol.story import Curves
+    from nbdist.protocol.tables import Table
 
 
 _NAMED = ("steps", "memory")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbdist.protocol import orders as od
-    from nbdist.protocol.frames import View
     from nbdist.protocol.ids import RunId
     from nbdist.protocol.story import RunStory
+    from nbdist.protocol.tables import View
     from nbdist.session.feed import Feed, Feeds
     from nbdist.session.status import RankStatus
     from nbdist.views.dashboard import Dashboard

@@ -20,8 +20,8 @@ from nbdist.protocol.frames import WINDOW
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.protocol.frames import View
     from nbdist.protocol.ids import RunId
+    from nbdist.protocol.tables import View
     from nbdist.session.link import Link
 
     Relay = Callable[["Feed", fd.Frame], object]

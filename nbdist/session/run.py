@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from nbdist.protocol import orders as od
     from nbdist.protocol.events import Incident
-    from nbdist.protocol.frames import View
     from nbdist.protocol.ids import RunId
     from nbdist.protocol.story import Evaluation
+    from nbdist.protocol.tables import View
     from nbdist.session.dashboards import Dashboards
     from nbdist.views.chart import Chart
     from nbdist.views.dashboard import Dashboard
@@ -335,7 +335,7 @@ class Run:
         return self._dashboards.open(*views, run=self)
 
     def figure(self, name: str) -> Chart:
-        """A chart for a cell: "loss", "throughput", "world", "sync", "pipeline" or "membership"."""
+        """A chart for a cell: "loss", "traffic" and others; a wrong name's error says which."""
         from nbdist.views.chart import Chart  # noqa: PLC0415 - loads a plotting library
 
         return Chart(self.story(), name)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.ids import Slot
+    from nbdist.protocol.tables import Table
     from nbdist.supervisor.series import Series
 
 SETTLED_S = 0.3
@@ -36,7 +36,7 @@ PARTS = {
     "optimizer_s": Kind.OPTIMIZER,
     "samples": Kind.SAMPLES,
 }
-"""Column of `frames.TABLES["steps"]` -> the kind that it is the sum of."""
+"""Column of `tables.TABLES["steps"]` -> the kind that it is the sum of."""
 
 
 def key_of(points: NDArray[np.void]) -> NDArray[np.int64]:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.frames import PHASES, STATES
+from nbdist.protocol.tables import PHASES, STATES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.orders import WorldView
+    from nbdist.protocol.tables import Table
 
 MAX_CHANGES = 2_000
 """Of either kind; older ones are forgotten."""

@@ -1,4 +1,4 @@
-"""What happened when in the last steps, as tables of spans and buckets. Pure.
+"""What happened when in the last steps, as tables of spans, buckets and traffic. Pure.
 
 Of quick steps only some fit into a frame: the newest, each with all slots. Of a run that is over
 the worst ones before those are told too. What the stages of a pipeline compute are spans; what they
@@ -7,26 +7,30 @@ send and receive is summed up for each slot.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.frames import TABLES
+from nbdist.protocol.tables import TABLES
 from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.traffic import Axis, Op, Road, unpacked
 from nbdist.supervisor.attempts import SETTLED_S
 from nbdist.supervisor.timeline import NUM_WORST, Key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.ids import Slot
+    from nbdist.protocol.tables import Table
     from nbdist.supervisor.series import Series
     from nbdist.supervisor.timeline import StepTimeline
 
     Row = tuple[float, ...]
     Steps = dict[Key, list[tuple[Slot, StepTimeline]]]
 
+DETAILS = ("spans", "buckets", "traffic")
+"""Tables that are made of them."""
 _BUCKETS = (int(Kind.BUCKET_READY), int(Kind.BUCKET_LAUNCH), int(Kind.BUCKET_DONE))
 NUM_FIRST = 20
 """The newest steps, for which the worst ones do not make room."""
@@ -35,6 +39,7 @@ MAX_PASSAGE = 1_200
 says little."""
 _FIRST = Key(-1, -1, -1)
 _PASSED_ON = (Kind.SEND, Kind.RECEIVE)
+_TO_A_STAGE = Road(Op.SEND, Axis.PIPELINE, 2)
 
 
 class DetailReader:
@@ -102,29 +107,23 @@ def _tail_ns(parts: Iterable[tuple[Slot, StepTimeline]]) -> int:
 
 def _read(steps: Steps, chosen: Iterable[Key], max_rows: int) -> dict[str, Table]:
     """The rows of these steps, in the order of their importance, as far as there is room."""
-    spans: dict[Key, list[Row]] = {}
-    buckets: dict[Key, list[Row]] = {}
-    num_spans = num_buckets = 0
+    found: dict[Key, list[list[Row]]] = {}
+    nums = [0] * len(DETAILS)
     for key in chosen:
-        its_spans: list[Row] = []
-        its_buckets: list[Row] = []
+        its: list[list[Row]] = [[] for _ in DETAILS]
         for slot, timeline in steps[key]:
-            span_rows = list(_spans(slot, timeline))
-            bucket_rows = list(_buckets(slot, timeline))
-            is_passage = not spans and np.isin(timeline.records["kind"], _PASSED_ON).any()
-            room = (MAX_PASSAGE if is_passage else max_rows) - max(
-                num_spans + len(its_spans) + len(span_rows),
-                num_buckets + len(its_buckets) + len(bucket_rows),
-            )
-            if room < 0 and spans:
-                return _tables(spans, buckets)  # this step is not whole
+            rows = [list(make(slot, timeline)) for make in (_spans, _buckets, _traffic)]
+            is_passage = not found and np.isin(timeline.records["kind"], _PASSED_ON).any()
+            most = max(n + len(a) + len(b) for n, a, b in zip(nums, its, rows, strict=True))
+            room = (MAX_PASSAGE if is_passage else max_rows) - most
+            if room < 0 and found:
+                return _tables(found)  # this step is not whole
             if room < 0:
                 break
-            its_spans += span_rows
-            its_buckets += bucket_rows
-        spans[key], buckets[key] = its_spans, its_buckets
-        num_spans, num_buckets = num_spans + len(its_spans), num_buckets + len(its_buckets)
-    return _tables(spans, buckets)
+            its = [a + b for a, b in zip(its, rows, strict=True)]
+        found[key] = its
+        nums = [n + len(a) for n, a in zip(nums, its, strict=True)]
+    return _tables(found)
 
 
 def _spans(slot: Slot, timeline: StepTimeline) -> Iterable[Row]:
@@ -156,6 +155,31 @@ def _buckets(slot: Slot, timeline: StepTimeline) -> Iterable[Row]:
         yield (key.step, *its, slot, key.generation, key.attempt, ident)
 
 
+def _traffic(slot: Slot, timeline: StepTimeline) -> Iterable[Row]:
+    """A row for each kind of exchange; what stages sent is one of them."""
+    key, roads = timeline.key, dict[Road, list[tuple[int, int, float]]]()
+    for kind, ident, t0_ns, t1_ns, value in _columns(timeline):
+        if kind == Kind.SEND:
+            roads.setdefault(_TO_A_STAGE, []).append((t0_ns, t1_ns, value))
+        elif kind == Kind.COLLECTIVE:
+            with contextlib.suppress(ValueError):  # of an engine that knows more
+                roads.setdefault(unpacked(ident), []).append((t0_ns, t1_ns, value))
+    for road, calls in sorted(roads.items()):
+        payload = sum(value for _, _, value in calls)
+        seconds = np.nan if road == _TO_A_STAGE else _union_ns(calls) * 1e-9
+        whose = (slot, key.generation, key.attempt)
+        yield (key.step, payload, road.sent_bytes(payload), seconds, *whose, *road, len(calls))
+
+
+def _union_ns(calls: Iterable[tuple[int, int, float]]) -> int:
+    """How long at least one went on."""
+    total = until = 0
+    for began, ended, _ in sorted(calls):
+        total += max(0, ended - max(began, until))
+        until = max(until, ended)
+    return total
+
+
 def _columns(timeline: StepTimeline) -> Iterable[tuple[int, int, int, int, float]]:
     """Of each record what rows are made of, as plain numbers: that is many times quicker."""
     records = timeline.records
@@ -163,12 +187,11 @@ def _columns(timeline: StepTimeline) -> Iterable[tuple[int, int, int, int, float
     return zip(*(records[name].tolist() for name in names), strict=True)
 
 
-def _tables(spans: dict[Key, list[Row]], buckets: dict[Key, list[Row]]) -> dict[str, Table]:
+def _tables(found: dict[Key, list[list[Row]]]) -> dict[str, Table]:
     """Oldest first."""
-    found = {"spans": spans, "buckets": buckets}
     return {
-        name: _table(name, [row for key in sorted(rows) for row in rows[key]])
-        for name, rows in found.items()
+        name: _table(name, [row for key in sorted(found) for row in found[key][place]])
+        for place, name in enumerate(DETAILS)
     }
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from nbdist.protocol import feed as fd
 from nbdist.protocol import orders as od
-from nbdist.protocol.frames import MAX_WINDOW, TABLES_OF
+from nbdist.protocol.frames import MAX_WINDOW
 from nbdist.protocol.ids import RunId
+from nbdist.protocol.tables import TABLES_OF
 from nbdist.supervisor.flow import DROP_S, Flow
 from nbdist.supervisor.packing import Packer, Sources
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from nbdist.protocol.frames import View
+    from nbdist.protocol.tables import View
     from nbdist.supervisor.run import Run
 
 MAX_SUBSCRIPTIONS = 16

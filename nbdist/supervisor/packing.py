@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 
 from nbdist.protocol import frames as fr
+from nbdist.protocol import tables as tb
 from nbdist.protocol.story import is_known
-from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.thinning import thin
 from nbdist.supervisor.attempts import Reader
-from nbdist.supervisor.details import DetailReader
+from nbdist.supervisor.details import DETAILS, DetailReader
+from nbdist.supervisor.memories import MemoryReader
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.planned import PlanReader
 from nbdist.supervisor.view import view_of
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbdist.protocol.events import Incident
-    from nbdist.protocol.ids import Slot
     from nbdist.supervisor.changes import Changes
     from nbdist.supervisor.collector import Collector
     from nbdist.supervisor.run import Run
@@ -50,7 +50,6 @@ MAX_NAMES = 8
 """That could not be restored, of an incident."""
 NUM_AT_LEAST = 5
 """Incidents and evaluations that even the fullest frame has room for."""
-_MEMORY = {"rss_bytes": Kind.MEMORY_RSS, "device_bytes": Kind.MEMORY_DEVICE}
 
 
 @dataclass(frozen=True)
@@ -101,20 +100,19 @@ class Packer:
         run: Run | None,
         *,
         since: float,
-        views: Sequence[fr.View],
+        views: Sequence[tb.View],
         width: int,
     ) -> None:
         self._sources, self.run, self._width = sources, run, width
-        self._wanted = {table for view in views for table in fr.TABLES_OF[view]}
+        self._wanted = {table for view in views for table in tb.TABLES_OF[view]}
         self.is_first = True
         """Nothing was packed yet: the next frame is a snapshot."""
         self._next_row = run.progress.first if run is not None else 0
         self._num_replaced = run.progress.num_replaced if run is not None else 0
         self._num_evaluations = self._num_seats = self._num_phases = 0
         self._attempts, self._details = Reader(since), DetailReader(since)
-        self._plans = PlanReader(since)
+        self._plans, self._memories = PlanReader(since), MemoryReader(since)
         self._since = since
-        self._memory_marks: dict[tuple[Slot, str], int] = {}
         self._told: dict[int, Incident] = {}
         self._num_before = self._incidents_before()
         self._last: fr.Header | None = None
@@ -125,7 +123,7 @@ class Packer:
         room = (SNAPSHOT if is_live else WHOLE) if self.is_first else DELTA
         tables = self._read(now, room, is_live=is_live)
         header = self._header(seq, now, is_live=is_live, delayed=delayed)
-        has_rows = any(map(fr.num_rows, chain.from_iterable(tables.values())))
+        has_rows = any(map(tb.num_rows, chain.from_iterable(tables.values())))
         if not has_rows and self._is_old_news(header, now):
             return None
         self._last, self._last_at, self.is_first = header, now, False
@@ -154,23 +152,23 @@ class Packer:
 
     # ---- tables
 
-    def _read(self, now: float, room: Room, *, is_live: bool) -> dict[str, list[fr.Table]]:
+    def _read(self, now: float, room: Room, *, is_live: bool) -> dict[str, list[tb.Table]]:
         """What is new: of each table parts, a part for each slot where it has slots."""
         series, changes = self._sources.collector.series, self._sources.changes
         settled = now if is_live else np.inf
-        tables: dict[str, list[fr.Table]] = {}
+        tables: dict[str, list[tb.Table]] = {}
         if self.run is not None and "rows" in self._wanted:
             tables["rows"] = [self._rows(self.run)]
         if self.run is not None and "steps" in self._wanted:
             tables["steps"] = self._attempts.read(series, settled)
-        if self.run is not None and "spans" in self._wanted:
+        if self.run is not None and self._wanted.intersection(DETAILS):
             until = now if is_live else now + 1.0
             details = self._details.read(series, until, room.details, with_worst=not is_live)
             tables |= {name: [table] for name, table in details.items() if name in self._wanted}
         if self.run is not None and "plans" in self._wanted:
             tables["plans"] = [self._plans.read(series)]
         if self.run is not None and "memory" in self._wanted:
-            tables["memory"] = self._memory()
+            tables["memory"] = self._memories.read(series)
         if "seats" in self._wanted:
             tables["seats"] = [changes.seats.since(self._num_seats, room.changes)]
             self._num_seats = changes.seats.num
@@ -179,50 +177,35 @@ class Packer:
             self._num_phases = changes.phases.num
         return tables
 
-    def _rows(self, run: Run) -> fr.Table:
+    def _rows(self, run: Run) -> tb.Table:
         progress = run.progress
         self._next_row -= progress.num_replaced - self._num_replaced
         self._num_replaced = progress.num_replaced
         rows = progress.rows[max(0, self._next_row - progress.first) :]
         self._next_row = progress.step
         rows = rows[is_known(rows)]
-        return {column: rows[column] for column in fr.TABLES["rows"]}
-
-    def _memory(self) -> list[fr.Table]:
-        series, tables = self._sources.collector.series, []
-        for slot in series.slots:
-            for column, kind in _MEMORY.items():
-                history = series.history(slot, kind)
-                if history is None:
-                    continue
-                points = history.since(self._memory_marks.get((slot, column), 0))
-                self._memory_marks[slot, column] = history.num_added
-                points = points[points["at"] >= self._since]
-                table: fr.Table = {name: np.full(len(points), np.nan) for name in _MEMORY}
-                table |= {"at": points["at"], "slot": np.full(len(points), slot)}
-                tables.append(table | {column: points["value"]})
-        return tables
+        return {column: rows[column] for column in tb.TABLES["rows"]}
 
     def _fit(
-        self, tables: dict[str, list[fr.Table]], room: Room, share: float
-    ) -> tuple[dict[str, fr.Table], tuple[str, ...]]:
+        self, tables: dict[str, list[tb.Table]], room: Room, share: float
+    ) -> tuple[dict[str, tb.Table], tuple[str, ...]]:
         """One table of each name, thinned out to its room; which ones were."""
         fitted, thinned = {}, []
         most = {"rows": room.rows, "steps": room.steps, "memory": room.memory}
         for name, parts in tables.items():
-            kept = [part for part in parts if fr.num_rows(part)]
-            num = sum(map(fr.num_rows, kept))
-            if name in ("spans", "buckets") and share < 1.0:
+            kept = [part for part in parts if tb.num_rows(part)]
+            num = sum(map(tb.num_rows, kept))
+            if name in DETAILS and share < 1.0:
                 kept = []
             elif name in most and kept:
                 rows_each = max(4, min(int(most[name] * share) // len(kept), 2 * self._width))
                 kept = [thin(name, part, rows_each) for part in kept]
-            if sum(map(fr.num_rows, kept)) < num:
+            if sum(map(tb.num_rows, kept)) < num:
                 thinned.append(name)
             if kept:
                 fitted[name] = {
                     column: np.concatenate([part[column] for part in kept])
-                    for column in fr.TABLES[name]
+                    for column in tb.TABLES[name]
                 }
         return fitted, tuple(thinned)
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.frames import TABLES
 from nbdist.protocol.plans import KINDS, TAKES, unpacked, walk
+from nbdist.protocol.tables import TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.plans import Action
+    from nbdist.protocol.tables import Table
     from nbdist.supervisor.series import Series
 
     Orders = dict[int, tuple[int, list[Action]]]

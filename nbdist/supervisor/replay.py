@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbdist.protocol.events import Incident
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.ids import Slot
     from nbdist.protocol.story import Evaluation
+    from nbdist.protocol.tables import Table
 
 _GZIP = b"\x1f\x8b"
 MAX_MB = 256

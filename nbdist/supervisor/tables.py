@@ -9,25 +9,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.frames import PHASES, STATES, TABLES, num_rows
-from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.tables import PHASES, STATES, TABLES, num_rows
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DetailReader
+from nbdist.supervisor.memories import MemoryReader
 from nbdist.supervisor.planned import PlanReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.ids import Slot
     from nbdist.protocol.record import World
+    from nbdist.protocol.tables import Table
     from nbdist.supervisor.series import Series
 
 MAX_DETAILS = 6_000
 """Rows of spans, and as many of buckets: 70 steps of 4 ranks, some of 64."""
 _FOR_EVER = 1e9
 """Seconds of a monotonic clock that no host reaches."""
-_MEMORY = {"rss_bytes": Kind.MEMORY_RSS, "device_bytes": Kind.MEMORY_DEVICE}
 
 
 def run_tables(series: Series, worlds: Sequence[World]) -> dict[str, Table]:
@@ -36,7 +35,7 @@ def run_tables(series: Series, worlds: Sequence[World]) -> dict[str, Table]:
         "steps": _joined("steps", _attempts(series)),
         **DetailReader(0.0).read(series, _FOR_EVER, MAX_DETAILS, with_worst=True),
         "plans": PlanReader(0.0).read(series),
-        "memory": _joined("memory", _memory(series)),
+        "memory": _joined("memory", MemoryReader(0.0).read(series)),
         "seats": _table("seats", _seats(worlds)),
         "phases": _table("phases", _phases(worlds)),
     }
@@ -49,17 +48,6 @@ def _attempts(series: Series) -> list[Table]:
     while parts := reader.read(series, _FOR_EVER):
         found += parts
     return found
-
-
-def _memory(series: Series) -> Iterable[Table]:
-    for slot in series.slots:
-        for column, kind in _MEMORY.items():
-            history = series.history(slot, kind)
-            if history is not None:
-                points = history.points()
-                table: Table = {name: np.full(len(points), np.nan) for name in _MEMORY}
-                table |= {"at": points["at"], "slot": np.full(len(points), slot)}
-                yield table | {column: points["value"]}
 
 
 def _seats(worlds: Sequence[World]) -> Iterable[tuple[float, ...]]:

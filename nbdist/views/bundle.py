@@ -36,6 +36,8 @@ MODULES = (
     "throughput",
     "sync",
     "pipeline",
+    "traffic",
+    "memory",
     "overview",
     "ranks",
     "membership",

@@ -44,7 +44,8 @@ class Chart:
 
     Args:
         story: the run.
-        name: "loss", "throughput", "world", "sync", "pipeline", "membership".
+        name: "loss", "throughput", "world", "sync", "pipeline", "traffic", "memory",
+            "membership".
 
     Raises:
         ValueError: there is no chart of that name.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import IPython.display
 
 from nbdist.errors import NbdistError
-from nbdist.protocol.frames import View
+from nbdist.protocol.tables import View
 from nbdist.views.bundle import bundle, page_settings
 from nbdist.views.host import Place, has_viewer, kernel, place, when_idle
 from nbdist.views.pages import Pages, Worker

@@ -275,6 +275,14 @@ def counted(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
+def size(num_bytes: float) -> str:
+    """Bytes in units that leave few digits, by the rule of `format.js`."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:,.2f} GiB"
+    value, unit = (num_bytes / 2**20, "MiB") if num_bytes >= 2**20 else (num_bytes / 1024, "KiB")
+    return f"{value:,.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+
+
 def loss_text(loss: float, digits: int = 3) -> str:
     """A loss, to so many digits that say something: 2.64, 0.0123, 9.95e-7; pages say it alike."""
     if not np.isfinite(loss):

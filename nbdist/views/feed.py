@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.protocol.frames import View
+    from nbdist.protocol.tables import View
 
 
 class Subscription(Protocol):

@@ -1,4 +1,4 @@
-"""Bars in a lane for each slot: a step's gradient sync or its pipeline, who was in the job. Pure.
+"""Bars in a lane for each slot: gradient sync, pipeline, traffic, memory, membership. Pure.
 
 For charts that are made from a story; the live views have their own.
 """
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.frames import STATES
+from nbdist.protocol.tables import STATES
 from nbdist.protocol.telemetry import Kind
-from nbdist.views import palette
+from nbdist.views import holdings, palette, traffic
 from nbdist.views.facts import counted, silences
 from nbdist.views.passages import COLOURS, NAMES, PALE_COLOURS, WAIT_COLOUR, newest_passage
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from nbdist.protocol.frames import Table
     from nbdist.protocol.story import RunStory
+    from nbdist.protocol.tables import Table
 
-LANE_NAMES = ("sync", "pipeline", "membership")
+LANE_NAMES = ("sync", "pipeline", "traffic", "memory", "membership")
 """Charts of lanes; each is drawn where the story has what it needs, and else says why not."""
 MAX_LANES = 16
 
@@ -70,9 +70,7 @@ class Lanes:
 
 def lanes(story: RunStory, name: str) -> Lanes:
     """The chart of that name, one of `LANE_NAMES`."""
-    if name == "pipeline":
-        return _pipeline(story)
-    return _sync(story) if name == "sync" else _membership(story)
+    return _MAKERS[name](story)
 
 
 def newest_sync(buckets: Table, spans: Table) -> tuple[int, Table, Table]:
@@ -225,6 +223,77 @@ def _pipeline(story: RunStory) -> Lanes:
     )
 
 
+def _traffic(story: RunStory) -> Lanes:
+    shown = traffic.flows(story.tables)
+    slots = sorted({flow.slot for flow in shown})[:MAX_LANES]
+    most = max((flow.sent_bytes for flow in shown), default=0.0)
+    unit, scale = _unit_of(most)
+    bars, ends = list[Bar](), dict.fromkeys(slots, 0.0)
+    for flow in shown:
+        if flow.slot in ends and flow.sent_bytes:
+            began = ends[flow.slot]
+            ends[flow.slot] = began + flow.sent_bytes / scale
+            bars.append(
+                Bar(
+                    lane=slots.index(flow.slot),
+                    top=_WHOLE[0],
+                    bottom=_WHOLE[1],
+                    began=began,
+                    ended=ends[flow.slot],
+                    colour=traffic.road_colour(flow.road),
+                    what=f"{flow.name}, {flow.calls:,.4g} calls",
+                )
+            )
+    roads = dict.fromkeys(flow.road for flow in shown)
+    return Lanes(
+        unit=f"{unit} that a slot sends in a step",
+        sentence=traffic.sentence(shown),
+        names=_names(slots),
+        bars=bars,
+        keys=tuple((traffic.road_colour(road), traffic.road_name(road)) for road in roads),
+    )
+
+
+def _memory(story: RunStory) -> Lanes:
+    shown = holdings.holdings(story.tables)
+    unit, scale = _unit_of(max((holding.now for holding in shown), default=0.0))
+    slots = [holding.slot for holding in shown][:MAX_LANES]
+    bars = []
+    for lane, holding in enumerate(shown[:MAX_LANES]):
+        has_device = np.isfinite(holding.device)
+        rows = (
+            ("most that was resident", holding.peak, holdings.PEAK_COLOUR, _WHOLE),
+            ("resident", holding.now, palette.slot_colour(holding.slot), _UPPER),
+            ("held on its GPU", holding.device, holdings.DEVICE_COLOUR, _LOWER),
+        )
+        for what, value, colour, place in rows:
+            top, bottom = _WHOLE if what == "resident" and not has_device else place
+            if np.isfinite(value):
+                bars.append(
+                    Bar(
+                        lane=lane,
+                        top=top,
+                        bottom=bottom,
+                        began=0.0,
+                        ended=value / scale,
+                        colour=colour,
+                        what=what,
+                    )
+                )
+    return Lanes(
+        unit=f"{unit} in memory",
+        sentence=holdings.sentence(shown),
+        names=_names(slots),
+        bars=bars,
+        keys=((holdings.PEAK_COLOUR, "most so far"),),
+    )
+
+
+def _unit_of(num_bytes: float) -> tuple[str, float]:
+    """A unit for values up to this, and how many bytes it has."""
+    return ("MiB", 2.0**20) if num_bytes >= 2**20 else ("KiB", 1024.0)
+
+
 def _membership(story: RunStory) -> Lanes:
     unit, seats = "s since the first was there", story.tables.get("seats")
     if seats is None or not len(seats["at"]):
@@ -287,3 +356,12 @@ def _of(table: Table, key: dict[str, float]) -> Table:
     for name, value in key.items():
         chosen &= table[name] == value
     return {column: values[chosen] for column, values in table.items()}
+
+
+_MAKERS = {
+    "sync": _sync,
+    "pipeline": _pipeline,
+    "traffic": _traffic,
+    "memory": _memory,
+    "membership": _membership,
+}

@@ -40,6 +40,9 @@ def live_figures() -> dict[str, bokeh_figure]:
         "compute": _compute(),
         "sync": _sync(),
         "pipeline": _pipeline(),
+        "traffic": _lengths(),
+        "memory": _lengths(),
+        "growth": _growth(),
         "membership": _membership(),
         "incidents": _incidents(),
     }
@@ -121,10 +124,7 @@ def mark_steps(
 def _compute() -> bokeh_figure:
     chart = _empty("step", "compute, ms", 170)
     tick_steps(chart)
-    source = _source("compute", "xs", "ys", "colour", "dash", "slot")
-    lines = chart.multi_line(
-        "xs", "ys", source=source, line_color="colour", line_dash=field("dash"), line_width=1.5
-    )
+    lines = _slot_lines(chart, "compute")
     heat = _source("heat", "left", "right", "bottom", "top", "colour", "slot", "ms")
     cells = quads(chart, heat)
     tips = [("slot", "@slot"), ("step", "$x{0}"), ("compute", "$y{0.0} ms")]
@@ -200,6 +200,36 @@ def _pipeline() -> bokeh_figure:
     chart.add_tools(HoverTool(renderers=[drawn], tooltips=tips))
     _lanes(chart)
     return chart
+
+
+def _lengths() -> bokeh_figure:
+    """Bars of bytes."""
+    chart = _empty("MiB", "", 170, x_range=_told_range())
+    chart.y_range = Range1d(start=1, end=0)
+    edges = ("left", "right", "bottom", "top", "colour", "hatch")
+    bars = _bars(chart, _source("lengths", *edges, "slot", "what", "size", "detail"))
+    tips = [("slot", "@slot"), ("", "@what"), ("", "@size"), ("", "@detail")]
+    chart.add_tools(HoverTool(renderers=[bars], tooltips=tips))
+    _lanes(chart)
+    return chart
+
+
+def _growth() -> bokeh_figure:
+    chart = _empty("s since the cluster began", "MiB", 150)
+    moments = _source("moments", "x", "text")
+    marks = chart.vspan("x", source=moments, line_color="gray", line_width=1, line_dash=[2, 2])
+    lines = _slot_lines(chart, "growth")
+    chart.add_tools(HoverTool(renderers=[lines], tooltips=[("slot", "@slot"), ("", "$y{0.0}")]))
+    chart.add_tools(HoverTool(renderers=[marks], tooltips=[("", "@text")]))
+    return chart
+
+
+def _slot_lines(chart: bokeh_figure, name: str) -> GlyphRenderer[Any]:
+    """A line for each slot."""
+    source = _source(name, "xs", "ys", "colour", "dash", "slot")
+    return chart.multi_line(
+        "xs", "ys", source=source, line_color="colour", line_dash=field("dash"), line_width=1.5
+    )
 
 
 def _membership() -> bokeh_figure:

@@ -18,7 +18,7 @@ from nbdist.views.palette import FAINT
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.protocol.frames import Table
+    from nbdist.protocol.tables import Table
 
 _LETTERS = {int(kind): letter for letter, kind in KINDS.items()}
 _PASSED_ON = (int(Kind.SEND), int(Kind.RECEIVE))

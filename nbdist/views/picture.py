@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from nbdist.protocol import frames as fr
+from nbdist.protocol import tables as tb
 from nbdist.views import palette
 from nbdist.views.facts import OVER_THE_RUN, counted, loss_text, pace, silences, steps_text
 from nbdist.views.lanes import bucket_rows, newest_sync, row_edges
@@ -26,7 +27,7 @@ _MARGIN, _HEAD, _PANEL = 14, 62, 230
 _ROW_GAP = 0.5
 _MAX_LANES = 16
 _MAX_INCIDENTS = 5
-_MEMBER = fr.STATES.index("member")
+_MEMBER = tb.STATES.index("member")
 _BUCKET = 0
 """Stands for buckets among the kinds of spans."""
 _COLOURS = {
@@ -60,7 +61,7 @@ def picture(frame: bytes) -> bytes:
     return sheet.png()
 
 
-def _draw_head(sheet: Sheet, header: fr.Header, tables: dict[str, fr.Table]) -> None:
+def _draw_head(sheet: Sheet, header: fr.Header, tables: dict[str, tb.Table]) -> None:
     run, world, rows = header.run, header.world, tables.get("rows")
     name = run.name or "run" if run else "no run"
     state = f"{run.state} after {steps_text(run)}" if run else ""
@@ -76,7 +77,7 @@ def _draw_head(sheet: Sheet, header: fr.Header, tables: dict[str, fr.Table]) -> 
     sheet.text(_MARGIN, 44, "   ·   ".join(facts))
 
 
-def _draw_loss(sheet: Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
+def _draw_loss(sheet: Sheet, box: Box, tables: dict[str, tb.Table]) -> None:
     title, rows = "Is it learning, and did recovery disturb it?", tables.get("rows")
     if rows is None or not np.isfinite(rows["loss"]).any():
         _draw_nothing(sheet, box, title, "no step was committed")
@@ -89,7 +90,7 @@ def _draw_loss(sheet: Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
     axes.curve(rows["step"], rows["loss"], palette.SLOT_COLOURS[0])
 
 
-def _draw_compute(sheet: Sheet, box: Box, header: fr.Header, tables: dict[str, fr.Table]) -> None:
+def _draw_compute(sheet: Sheet, box: Box, header: fr.Header, tables: dict[str, tb.Table]) -> None:
     title, steps = "Who is slow? Compute of each slot", tables.get("steps")
     if steps is None or not np.isfinite(steps["compute_s"]).any():
         _draw_nothing(sheet, box, title, "no times of steps are known")
@@ -104,7 +105,7 @@ def _draw_compute(sheet: Sheet, box: Box, header: fr.Header, tables: dict[str, f
     _draw_keys(sheet, box, [(palette.slot_ink(slot), f"{slot}") for slot in slots])
 
 
-def _returns(header: fr.Header, steps: fr.Table, own: NDArray[np.intp]) -> NDArray[np.intp]:
+def _returns(header: fr.Header, steps: tb.Table, own: NDArray[np.intp]) -> NDArray[np.intp]:
     """After which of a slot's steps it was away: no line goes across. Pages go by the same rule.
 
     Where only some steps are sent, one that is missing says nothing: only incidents do.
@@ -120,7 +121,7 @@ def _returns(header: fr.Header, steps: fr.Table, own: NDArray[np.intp]) -> NDArr
     return np.flatnonzero(away)
 
 
-def _draw_sync(sheet: Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
+def _draw_sync(sheet: Sheet, box: Box, tables: dict[str, tb.Table]) -> None:
     buckets = tables.get("buckets")
     if buckets is None or not len(buckets["step"]):
         why = "no bucket of gradients was summed, or none is kept"
@@ -154,7 +155,7 @@ def _draw_sync(sheet: Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
     _draw_keys(sheet, box, keys)
 
 
-def _draw_pipeline(sheet: Sheet, box: Box, tables: dict[str, fr.Table]) -> None:
+def _draw_pipeline(sheet: Sheet, box: Box, tables: dict[str, tb.Table]) -> None:
     title, passage = "Where is the bubble?", newest_passage(tables)
     if passage is None:
         _draw_nothing(sheet, box, title, "no step of the pipeline is known")
@@ -194,7 +195,7 @@ class _Bar(NamedTuple):
 
 
 def _bars(
-    table: fr.Table, began: str, ended: str, rows: NDArray[np.intp] | None = None
+    table: tb.Table, began: str, ended: str, rows: NDArray[np.intp] | None = None
 ) -> list[_Bar]:
     kinds = table.get("kind", np.full(len(table["slot"]), _BUCKET))
     places = np.zeros(len(kinds), np.intp) if rows is None else rows
@@ -207,7 +208,7 @@ def _bars(
 
 
 def _draw_membership(
-    sheet: Sheet, box: Box, header: fr.Header, tables: dict[str, fr.Table]
+    sheet: Sheet, box: Box, header: fr.Header, tables: dict[str, tb.Table]
 ) -> None:
     title, seats = "Who was in the job, and what did each failure cost?", tables.get("seats")
     left, top, right, bottom = box
@@ -236,7 +237,7 @@ def _draw_membership(
         sheet.text(left + 10, y, text, size=11, room=right - left - 20)
 
 
-def _draw_life(axes: Axes, lane: int, num: int, seats: fr.Table, slot: int, now: float) -> None:
+def _draw_life(axes: Axes, lane: int, num: int, seats: tb.Table, slot: int, now: float) -> None:
     top, bottom = axes.lane(lane, num)
     axes.name((top + bottom) / 2, f"slot {slot}")
     began = float(seats["at"].min())

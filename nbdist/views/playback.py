@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbdist.protocol import frames as fr
+from nbdist.protocol import tables as tb
 from nbdist.protocol.ids import Generation, Rank, RunId, Slot
+from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.thinning import thin
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ def _seats(story: RunStory) -> tuple[fr.Seat, ...]:
         found[slot] = fr.Seat(
             slot=Slot(slot),
             rank=None if rank < 0 else Rank(rank),
-            state=fr.STATES[int(seats["state"][place])],
+            state=tb.STATES[int(seats["state"][place])],
             pid=None,
             host="",
             device="",
@@ -113,44 +115,46 @@ def _seats(story: RunStory) -> tuple[fr.Seat, ...]:
     return tuple(seat for _, seat in sorted(found.items()))
 
 
-def _last_memory(memory: fr.Table | None, slot: int) -> int:
+def _last_memory(memory: tb.Table | None, slot: int) -> int:
     if memory is None:
         return 0
-    known = memory["rss_bytes"][(memory["slot"] == slot) & np.isfinite(memory["rss_bytes"])]
+    known = memory["bytes"][(memory["slot"] == slot) & (memory["kind"] == Kind.MEMORY_RSS)]
     return int(known[-1]) if len(known) else 0
 
 
-def _tables(story: RunStory) -> tuple[dict[str, fr.Table], tuple[str, ...]]:
+def _tables(story: RunStory) -> tuple[dict[str, tb.Table], tuple[str, ...]]:
     """Tables that fit, and the names of those of which some rows are left out."""
     rows = story.rows
     whole = dict(story.tables)
     if len(rows):
-        whole["rows"] = {column: rows[column] for column in fr.TABLES["rows"]}
+        whole["rows"] = {column: rows[column] for column in tb.TABLES["rows"]}
         whole.setdefault("phases", _phases(story))
     tables = {name: _fitted(name, table) for name, table in whole.items()}
     thinned = [name for name, table in tables.items() if table is not whole[name]]
     return tables, tuple(thinned)
 
 
-def _phases(story: RunStory) -> fr.Table:
+def _phases(story: RunStory) -> tb.Table:
     """As far as rows tell: when each generation began to run."""
     rows = story.rows
     changes = np.flatnonzero(np.diff(rows["generation"], prepend=-1))
     return {
         "at": rows["at"][changes] - rows["seconds"][changes],
-        "phase": np.full(len(changes), fr.PHASES.index("running")),
+        "phase": np.full(len(changes), tb.PHASES.index("running")),
         "generation": rows["generation"][changes],
         "world_size": rows["world_size"][changes],
     }
 
 
-def _fitted(name: str, table: fr.Table) -> fr.Table:
+def _fitted(name: str, table: tb.Table) -> tb.Table:
     room = MAX_ROWS.get(name)
-    if room is None or fr.num_rows(table) <= room:
+    if room is None or tb.num_rows(table) <= room:
         return table
     if "slot" not in table:
         return thin(name, table, room)
-    owners = [table["slot"] == slot for slot in np.unique(table["slot"])]
+    owner = [table[name].astype(int) for name in ("slot", "kind") if name in table]
+    _, whose = np.unique(np.stack(owner), axis=1, return_inverse=True)
+    owners = [whose == one for one in range(whose.max() + 1)]
     parts = [
         thin(name, {column: values[own] for column, values in table.items()}, room // len(owners))
         for own in owners

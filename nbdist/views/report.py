@@ -13,13 +13,14 @@ from functools import partial
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jinja2
 
 from nbdist._version import __version__
 from nbdist.errors import FileUnwritable
 from nbdist.protocol.record import story_lines
+from nbdist.protocol.tables import View
 from nbdist.views import palette
 from nbdist.views.bundle import bokehjs, figures_json, page_settings, report_module
 from nbdist.views.facts import (
@@ -39,12 +40,11 @@ from nbdist.views.sheet import WIDTH
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.protocol.frames import View
     from nbdist.protocol.story import RunStory
 
 __all__ = ["Check", "write_report"]
 
-VIEWS: tuple[View, ...] = ("overview", "sync", "pipeline", "throughput", "loss", "membership")
+VIEWS: tuple[View, ...] = tuple(view for view in get_args(View) if view != "ranks")
 """Those of a dashboard that say something of a run that is over."""
 MAX_RECORD_BYTES = 3_000_000
 """Packed; a larger record is not held by the page."""

@@ -4,6 +4,7 @@ import os
 import signal
 import statistics
 import time
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ import training
 
 import nbdist
 from nbdist.protocol.frames import PERIOD_S, WINDOW, unpack
+from nbdist.protocol.tables import View
 from nbdist.session.dashboards import RunFeed
 
 SLOW = 3
 NAMED_S = 4 * 5.0
 COST = 4 / 0.98
 """Of a step's median with all views on, of one without, on a machine that others use too."""
-ALL = ("overview", "ranks", "loss", "throughput", "sync", "pipeline", "membership")
+ALL = get_args(View)
 
 
 class Client:

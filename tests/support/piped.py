@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from synthetic import SyntheticRun
 
 from nbdist.protocol.plans import KINDS, TAKES, needed_from_others, walk
+from nbdist.protocol.traffic import Axis, Op, Road
 from nbdist.train.strategies.actions import parse
 from nbdist.train.strategies.schedules import one_by_one
 
@@ -78,6 +79,11 @@ class PipedRun(SyntheticRun):
             for kind in (23, 24):
                 passed_on = {"kind": kind, "ident": num, "value": num * SENT_BYTES}
                 self._add("spans", end, **where, began_at=at, ended_at=end, **passed_on)
+            sending = Road(Op.SEND, Axis.PIPELINE, 2)
+            self._flow(end, sending, num, num * SENT_BYTES, **where)
+            if step % 10 == 0:
+                copying = Road(Op.SEND, Axis.COPIES, 2)
+                self._flow(end, copying, 1, 40 * SENT_BYTES, **where | {"seconds": 0.004})
         return end
 
     def _plan(self, at: float, generation: int) -> None:

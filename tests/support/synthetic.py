@@ -13,7 +13,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from nbdist.protocol import frames as fr
+from nbdist.protocol import tables as tb
 from nbdist.protocol.events import Incident
+from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.traffic import Axis, Op, Road
+from nbdist.supervisor.details import DETAILS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,9 +61,9 @@ class SyntheticRun:
         self._share, self._has_details = step_s / STEP_S, has_details
         self._rng = np.random.default_rng(seed)
         self.tables: dict[str, dict[str, list[float]]] = {
-            table: {column: [] for column in columns} for table, columns in fr.TABLES.items()
+            table: {column: [] for column in columns} for table, columns in tb.TABLES.items()
         }
-        self._times: dict[str, list[float]] = {table: [] for table in fr.TABLES}
+        self._times: dict[str, list[float]] = {table: [] for table in tb.TABLES}
         self.incidents: list[Incident] = []
         self._build()
         self._arrays = {
@@ -95,6 +99,31 @@ class SyntheticRun:
             at = self._step(at, step, generation)
             step += 1
         self.num_steps = step
+        for second in range(1, int(self.length_s)):
+            self._hold(second)
+
+    def _hold(self, at: float) -> None:
+        """What engines hold: 30 MiB more once they train, and a little more at the most."""
+        for slot in range(self.num_slots):
+            mib = (410 if at > 1 else 380) + 7 * slot
+            held = {Kind.MEMORY_RSS: mib, Kind.MEMORY_PEAK: mib + 12, Kind.MEMORY_LIMIT: 8192}
+            for kind, value in held.items():
+                if kind is not Kind.MEMORY_LIMIT or at == 1:
+                    self._add("memory", at, at=at, slot=slot, kind=kind, bytes=value * 2**20)
+
+    def _flow(self, when: float, road: Road, calls: int, payload: float, **where: float) -> None:
+        """What a slot sends in a step by one kind of exchange."""
+        self._add(
+            "traffic",
+            when,
+            payload_bytes=payload,
+            sent_bytes=road.sent_bytes(payload),
+            op=road.op,
+            axis=road.axis,
+            ranks=road.num_ranks,
+            calls=calls,
+            **{"attempt": 0, "seconds": float("nan")} | where,
+        )
 
     def _kill(self, at: float) -> int:
         victim = min(2, self.num_slots - 1)
@@ -139,11 +168,11 @@ class SyntheticRun:
 
     def _seat(self, at: float, slot: int, state: str, generation: int) -> None:
         rank = slot if state == "member" else -1
-        place = fr.STATES.index(state)  # type: ignore[arg-type]
+        place = tb.STATES.index(state)  # type: ignore[arg-type]
         self._add("seats", at, at=at, slot=slot, rank=rank, state=place, generation=generation)
 
     def _phase(self, at: float, phase: str, generation: int, size: int) -> None:
-        place = fr.PHASES.index(phase)  # type: ignore[arg-type]
+        place = tb.PHASES.index(phase)  # type: ignore[arg-type]
         self._add("phases", at, at=at, phase=place, generation=generation, world_size=size)
 
     def _members(self, at: float) -> list[int]:
@@ -167,6 +196,9 @@ class SyntheticRun:
             middle, ready = start + own * 0.35, start + own
             if self._has_details:
                 self._spans(step, slot, generation, at, start, middle, ready, end)
+                where = {"step": step, "slot": slot, "generation": generation, "seconds": 0.03}
+                road = Road(Op.ALL_REDUCE, Axis.DATA, len(members))
+                self._flow(end, road, NUM_BUCKETS, NUM_BUCKETS * BUCKET_BYTES, **where)
             for bucket in range(NUM_BUCKETS if self._has_details else 0):
                 got = middle + (ready - middle) * (bucket + 1) / NUM_BUCKETS
                 others = max(
@@ -262,12 +294,12 @@ class SyntheticRun:
         """
         is_snapshot = after < 0
         sent: dict[str, Any] = {}
-        for table in fr.TABLES:
+        for table in tb.TABLES:
             times = self._when[table]
             chosen = (times > after) & (times <= now)
             if num_slots is not None and "slot" in self.tables[table]:
                 chosen &= self._arrays[table]["slot"] < num_slots
-            if is_snapshot and table in ("buckets", "spans"):
+            if is_snapshot and table in DETAILS:
                 chosen &= times > now - 10
             if chosen.any():
                 sent[table] = {c: v[chosen] for c, v in self._arrays[table].items()}
@@ -318,7 +350,7 @@ class SyntheticRun:
         for slot in range(self.num_slots):
             places = [i for i, s in enumerate(table["slot"]) if s == slot and table["at"][i] <= now]
             last = places[-1]
-            state = fr.STATES[int(table["state"][last])]
+            state = tb.STATES[int(table["state"][last])]
             is_member = state == "member"
             seats.append(
                 fr.Seat(
@@ -337,7 +369,7 @@ class SyntheticRun:
             )
         phases = self.tables["phases"]
         last = sum(at <= now for at in phases["at"]) - 1
-        phase = fr.PHASES[int(phases["phase"][last])]
+        phase = tb.PHASES[int(phases["phase"][last])]
         size = sum(seat.rank is not None for seat in seats)
         return fr.World(
             phase=phase,

@@ -1,19 +1,16 @@
 """A model that is cut by rows over the ranks is the same training as one process does."""
 
-import contextlib
 import copy
 import gc
-import os
 import re
 import resource
-import socket
-import struct
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from counted import num_acked
 from little import (
     FEATURES,
     build,
@@ -184,20 +181,6 @@ def test_collectives_carry_what_was_estimated(together):
     for (gathered, scattered), need in zip(together(3, body), needs, strict=True):
         assert gathered == 2 * scattered
         assert gathered + scattered == 4 * need.sent
-
-
-BYTES_ACKED = struct.Struct("=120xQ")
-"""Of Linux's struct tcp_info."""
-
-
-def num_acked():
-    """Bytes that this process has sent over TCP, and the others have."""
-    total = 0
-    for place in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(place.name))) as its:
-            info = its.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            total += BYTES_ACKED.unpack_from(info)[0]
-    return total
 
 
 def test_the_wire_carries_no_more(together):

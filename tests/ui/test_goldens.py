@@ -40,7 +40,7 @@ def blocks(image: Image.Image) -> np.ndarray:
 def test_it_looks_as_before(bare, case, look, tmp_path):
     """The dashboard of a fixed run looks as in the picture, in light and dark."""
     num_slots, width = CASES[case]
-    page = bare(size=(width, 2000), is_dark=look == "dark")
+    page = bare(size=(width, 3600), is_dark=look == "dark")
     run = PipedRun() if case == "piped" else SyntheticRun(num_slots=num_slots, length_s=45.0)
     page.show(run.frame(min(40.0, run.length_s - 1)))
     # However long the browser took: the freshness clock says "live".

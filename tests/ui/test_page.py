@@ -91,7 +91,7 @@ def test_a_second_view_asks_for_itself_and_has_the_same(page, run):
         "const { Bokeh } = await slot.ready; const before = Bokeh.documents.length; "
         "window.second(); await 0; return [before, Bokeh.documents.length]; }"
     )
-    assert documents == [12, 6]
+    assert documents == [18, 9]
     assert len(page.sent("bye")) == 1
 
 

@@ -15,7 +15,7 @@ from nbdist.views.report import page, write_report
 pytestmark = pytest.mark.timeout(300)
 
 LIMIT_MS = 60_000
-PANELS = ("sync", "throughput", "loss", "membership")
+PANELS = ("sync", "throughput", "loss", "traffic", "memory", "membership")
 DRAWN = "name => document.querySelectorAll(`.nbdist-${name} .bk-Figure`).length > 0"
 HAS_INK = """name => {
   const canvases = [];

@@ -10,6 +10,7 @@ from synthetic import SyntheticRun
 
 from nbdist.protocol import frames as fr
 from nbdist.protocol.story import ROWS, RunStory
+from nbdist.protocol.tables import TABLES
 from nbdist.views.playback import story_frame
 
 pytestmark = pytest.mark.timeout(300)
@@ -272,8 +273,8 @@ def test_a_page_that_watches_a_long_run_keeps_its_beginning(bare, run):
             "compute_s": np.tile([0.05, 0.06], each),
             "generation": np.ones(2 * each),
         }
-        steps = {name: steps.get(name, np.zeros(2 * each)) for name in fr.TABLES["steps"]}
-        tables = {"rows": {name: new[name] for name in fr.TABLES["rows"]}, "steps": steps}
+        steps = {name: steps.get(name, np.zeros(2 * each)) for name in TABLES["steps"]}
+        tables = {"rows": {name: new[name] for name in TABLES["rows"]}, "steps": steps}
         (page.give_frame if first else page.show)(fr.pack(header, tables))
     page.drawn()
     assert "in 20,000 steps;" in said(page, "loss")

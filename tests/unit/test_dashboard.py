@@ -22,6 +22,7 @@ from synthetic import SyntheticRun
 
 from nbdist.errors import WrongState
 from nbdist.protocol import frames as fr
+from nbdist.protocol import tables as tb
 from nbdist.protocol.story import ROWS, Evaluation, RunStory
 from nbdist.views import bundle as bd
 from nbdist.views import dashboard as db
@@ -537,7 +538,7 @@ def test_a_line_is_parted_where_a_slot_was_away(monkeypatch):
 
 
 def steps_table(at):
-    table = {column: np.full(len(at), np.nan) for column in fr.TABLES["steps"]}
+    table = {column: np.full(len(at), np.nan) for column in tb.TABLES["steps"]}
     return table | {"ended_at": at, "compute_s": np.full(len(at), 0.5), "slot": np.zeros(len(at))}
 
 
@@ -595,7 +596,7 @@ def test_a_long_story_becomes_a_frame_of_bounded_size():
 def test_a_storys_frame_tells_who_was_there_at_the_end():
     """The members of the last group, with the memory that they held."""
     whole = synthetic_story(SyntheticRun(length_s=20.5))  # slot 2 was lost, and is not back yet
-    memory = {"at": [1.0, 2.0], "slot": [0, 0], "rss_bytes": [5e8, 6e8], "device_bytes": [0.0, 0.0]}
+    memory = {"at": [1.0, 2.0], "slot": [0, 0], "kind": [45, 45], "bytes": [5e8, 6e8]}
     whole.tables["memory"] = {name: np.array(values) for name, values in memory.items()}
     header, tables = fr.unpack(story_frame(whole))
     ranks = {seat.slot: seat.rank for seat in header.world.seats}

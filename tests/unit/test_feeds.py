@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -13,19 +14,10 @@ from nbdist.config import ClusterConfig
 from nbdist.protocol import feed as fd
 from nbdist.protocol import orders as od
 from nbdist.protocol import runs as rn
-from nbdist.protocol.frames import (
-    MAX_BYTES,
-    PERIOD_S,
-    PHASES,
-    STATES,
-    TABLES,
-    TYPICAL_BYTES,
-    WINDOW,
-    Header,
-    unpack,
-)
+from nbdist.protocol.frames import MAX_BYTES, PERIOD_S, TYPICAL_BYTES, WINDOW, Header, unpack
 from nbdist.protocol.plans import packed
 from nbdist.protocol.story import ROWS, Evaluation
+from nbdist.protocol.tables import PHASES, STATES, TABLES, View
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.protocol.topology import Member, Membership
 from nbdist.supervisor.attempts import SETTLED_S
@@ -43,7 +35,7 @@ from nbdist.supervisor.series import Series
 from nbdist.supervisor.state import Machine
 from nbdist.supervisor.view import view_of
 
-ALL = ("overview", "ranks", "loss", "throughput", "sync", "pipeline", "membership")
+ALL = get_args(View)
 SUBSCRIBE = fd.Subscribe(name="v", views=ALL)
 START = 1_000.0
 MS = 1_000_000
@@ -386,7 +378,7 @@ def test_telemetry_from_before_the_run_is_not_in_it(house, made_up):
 
 
 def test_memory_is_told_by_slot(house, made_up):
-    """Resident bytes; where there is no GPU, its column is not known."""
+    """Resident bytes; where there is no GPU, nothing is told of it."""
     house.begin()
     house.order(SUBSCRIBE)
     engine = made_up(1)
@@ -394,9 +386,28 @@ def test_memory_is_told_by_slot(house, made_up):
     engine.put(Kind.MEMORY_RSS, value=5e8)
     house.collector.take(engine.batch(), 1)
     house.wait(0.5)
-    assert house.client.column("memory.rss_bytes") == [5e8]
+    assert house.client.column("memory.bytes") == [5e8]
+    assert house.client.column("memory.kind") == [Kind.MEMORY_RSS]
     assert house.client.column("memory.slot") == [1]
-    assert np.isnan(house.client.column("memory.device_bytes")).all()
+
+
+def test_memory_that_stays_the_same_is_told_once(house, made_up):
+    """What an engine can have, and the most that it held; each change has a row."""
+    house.begin()
+    house.order(SUBSCRIBE)
+    engine = made_up(0)
+    engine.now_ns = int(house.now * 1e9)
+    for peak in (5e8, 5e8, 6e8, 6e8):
+        engine.put(Kind.MEMORY_PEAK, value=peak)
+        engine.put(Kind.MEMORY_LIMIT, value=8e9)
+        house.collector.take(engine.batch(), 1)
+        house.wait(0.5)
+    kinds, values = (house.client.column(f"memory.{name}") for name in ("kind", "bytes"))
+    assert sorted(zip(kinds, values, strict=True)) == [
+        (Kind.MEMORY_PEAK, 5e8),
+        (Kind.MEMORY_PEAK, 6e8),
+        (Kind.MEMORY_LIMIT, 8e9),
+    ]
 
 
 def test_incidents_are_told_when_they_change_and_all_to_newcomers(house):
@@ -790,8 +801,9 @@ def test_much_memory_is_thinned_out_by_slot(house, made_up):
     house.wait(0.5)
     assert "memory" in house.client.frames[0][0].thinned
     assert len(house.client.column("memory.at")) < 420
-    assert np.nanmax(house.client.column("memory.rss_bytes")) == 1e9 + 1
-    assert np.nanmax(house.client.column("memory.device_bytes")) == 2e9 + 5
+    kinds, values = (np.array(house.client.column(f"memory.{n}")) for n in ("kind", "bytes"))
+    assert values[kinds == Kind.MEMORY_RSS].max() == 1e9 + 1
+    assert values[kinds == Kind.MEMORY_DEVICE].max() == 2e9 + 5
 
 
 def test_words_have_bounds_too(house):

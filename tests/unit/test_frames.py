@@ -8,14 +8,15 @@ from made_frames import HEADER
 from msgspec.structs import replace
 
 from nbdist.protocol import frames as fr
+from nbdist.protocol import tables as tb
 from nbdist.protocol.events import Incident
 from nbdist.protocol.ids import Generation, Slot
 from nbdist.protocol.thinning import NUM_LAST, extremes, thin
 
 
-def phases(num: int) -> fr.Table:
+def phases(num: int) -> tb.Table:
     """A table of so many rows."""
-    return {column: np.arange(num) * 1.5 for column in fr.TABLES["phases"]}
+    return {column: np.arange(num) * 1.5 for column in tb.TABLES["phases"]}
 
 
 def test_a_frame_is_read_as_it_was_packed() -> None:
@@ -30,7 +31,7 @@ def test_a_frame_is_read_as_it_was_packed() -> None:
     assert header.incidents == told
     assert header.clock_s == 5.5
     assert [column.name for column in header.columns] == [
-        f"phases.{c}" for c in fr.TABLES["phases"]
+        f"phases.{c}" for c in tb.TABLES["phases"]
     ]
     start = len(data) - sum(-(-int(c.type[1]) * c.num // 8) * 8 for c in header.columns)
     assert start % 8 == 0
@@ -86,7 +87,7 @@ def test_thinning_keeps_the_extremes() -> None:
 def test_the_last_rows_are_whole() -> None:
     """Of a table that is thinned out the end is exact: medians of the last steps come from it."""
     num = 5_000
-    table = {column: np.zeros(num) for column in fr.TABLES["rows"]} | {"step": np.arange(num)}
+    table = {column: np.zeros(num) for column in tb.TABLES["rows"]} | {"step": np.arange(num)}
     table["loss"], table["seconds"] = np.random.default_rng(1).random((2, num))
     steps = thin("rows", table, 400)["step"]
     assert len(steps) <= 410
@@ -104,5 +105,5 @@ def test_few_values_are_not_thinned() -> None:
 
 def test_each_view_has_known_tables() -> None:
     """A view names tables that there are, and each table is in some view."""
-    named = {table for tables in fr.TABLES_OF.values() for table in tables}
-    assert named == set(fr.TABLES)
+    named = {table for tables in tb.TABLES_OF.values() for table in tables}
+    assert named == set(tb.TABLES)

@@ -11,7 +11,8 @@ from PIL import Image
 from piped import DELAY_S, FORWARD_S, PipedRun
 from stories import synthetic_story
 
-from nbdist.protocol.frames import TABLES, pack
+from nbdist.protocol.frames import pack
+from nbdist.protocol.tables import TABLES
 from nbdist.views.chart import Chart
 from nbdist.views.lanes import lanes
 from nbdist.views.passages import COLOURS, is_pipeline, newest_passage

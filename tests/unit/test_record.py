@@ -16,10 +16,10 @@ from stories import synthetic_story
 
 from nbdist.errors import RecordUnreadable
 from nbdist.protocol.events import Incident
-from nbdist.protocol.frames import STATES
 from nbdist.protocol.orders import WorldView
 from nbdist.protocol.record import SCHEMA, story_lines
 from nbdist.protocol.story import ROWS, Evaluation
+from nbdist.protocol.tables import STATES
 from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.topology import Member, Membership
 from nbdist.supervisor.collector import Collector
@@ -130,8 +130,8 @@ def test_what_slots_did_is_kept_for_the_last_steps_and_the_worst(path, made_up):
         assert (np.diff(tables[name]["step"]) >= 0).all()
     assert len(tables["buckets"]["step"]) == len(kept) * 2 * 2
     assert sorted(tables["steps"]["step"]) == sorted([*range(100)] * 2)
-    assert set(tables["memory"]["rss_bytes"]) == {5e8}
-    assert np.isnan(tables["memory"]["device_bytes"]).all()
+    assert set(tables["memory"]["bytes"]) == {5e8}
+    assert set(tables["memory"]["kind"]) == {Kind.MEMORY_RSS}
     assert tables["seats"]["slot"].tolist() == [0, 1, 0, 1]
     assert [STATES[int(state)] for state in tables["seats"]["state"]] == [
         *("member", "member", "member", "empty")

@@ -20,6 +20,7 @@ from nbdist.protocol import runs as rn
 from nbdist.protocol.events import Incident
 from nbdist.protocol.frames import pack
 from nbdist.protocol.story import ROWS, Evaluation
+from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.topology import EMPTY
 from nbdist.session import run as module
 from nbdist.session.run import Detached, Run
@@ -572,12 +573,11 @@ def attempts(**columns):
 
 def memory():
     """Two slots, one of which has a GPU."""
-    nan = float("nan")
     return {
         "at": np.array([1.0, 2.0, 2.0]),
         "slot": np.array([0, 2, 2]),
-        "rss_bytes": np.array([5e8, 6e8, nan]),
-        "device_bytes": np.array([nan, nan, 7e9]),
+        "kind": np.array([Kind.MEMORY_RSS, Kind.MEMORY_RSS, Kind.MEMORY_DEVICE]),
+        "bytes": np.array([5e8, 6e8, 7e9]),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import zmq
@@ -149,7 +151,14 @@ def test_a_process_that_cannot_be_sampled_is_left_alone(sampled, monkeypatch, ca
 
 def test_a_gpu_that_is_in_use_is_sampled(sampled, monkeypatch):
     """By what torch holds of it, without asking the driver."""
-    monkeypatch.setattr(probe.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(probe.torch.cuda, "memory_reserved", lambda: 123)
+    has = SimpleNamespace(total_memory=200)
+    cuda = {"is_initialized": True, "memory_reserved": 123, "memory_allocated": 45}
+    for name, value in cuda.items():
+        monkeypatch.setattr(probe.torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(probe.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(probe.torch.cuda, "get_device_properties", lambda _: has)
     Probe().sample()
     assert sampled[Kind.MEMORY_DEVICE] == [123]
+    assert sampled[Kind.MEMORY_DEVICE_USED] == [45]
+    assert sampled[Kind.MEMORY_DEVICE_LIMIT] == [200]
+    assert sampled[Kind.MEMORY_PEAK][0] > 0

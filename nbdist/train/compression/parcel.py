@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from nbdist.engine import emit
 from nbdist.engine.works import WORKS
+from nbdist.protocol.traffic import Axis, Op
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -69,15 +71,17 @@ class Parcel:
 
     def all_reduce(self, *tensors: Tensor) -> Generator[Wait, None, None]:
         """Sum tensors in place. On the wire: 2(n-1)/n of their bytes from each rank."""
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors if len(tensor)]
-        waits = [self._follow(work) for work in works]
+        given = [tensor for tensor in tensors if len(tensor)]
+        works = [(dist.all_reduce(tensor, async_op=True), tensor.nbytes) for tensor in given]
+        waits = [self._follow(work, Op.ALL_REDUCE, num_bytes) for work, num_bytes in works]
         self.payload_bytes += sum(tensor.nbytes for tensor in tensors)
         yield from waits
 
     def all_gather(self, block: Tensor) -> Generator[Wait, None, Tensor]:
         """Every rank's block, a row each. On the wire: n-1 times a block from each rank."""
         rows = block.new_empty((self.num_ranks, len(block)))
-        wait = self._follow(dist.all_gather_single(rows.view(-1), block, async_op=True))
+        work = dist.all_gather_single(rows.view(-1), block, async_op=True)
+        wait = self._follow(work, Op.ALL_GATHER, block.nbytes)
         self.payload_bytes += block.nbytes
         yield wait
         return rows
@@ -85,17 +89,19 @@ class Parcel:
     def all_to_all(self, blocks: Tensor) -> Generator[Wait, None, Tensor]:
         """A row for each rank; every rank's row for this one. On the wire: all rows but one."""
         rows = torch.empty_like(blocks)
-        wait = self._follow(dist.all_to_all_single(rows, blocks, async_op=True))
+        work = dist.all_to_all_single(rows, blocks, async_op=True)
+        wait = self._follow(work, Op.ALL_TO_ALL, blocks.nbytes)
         self.payload_bytes += blocks.nbytes // self.num_ranks * (self.num_ranks - 1)
         yield wait
         return rows
 
-    def _follow(self, work: Any) -> Wait:
+    def _follow(self, work: Any, op: Op, num_bytes: int) -> Wait:
         """What a collective will give; when it is there, its end is stamped."""
-        promise = WORKS.follow(work)
+        began_ns, promise = perf_counter_ns(), WORKS.follow(work)
 
         def stamp(ended: Wait) -> list[Tensor]:
             self.done_ns = perf_counter_ns()
+            emit.exchanged(op, Axis.DATA, self.num_ranks, num_bytes, began_ns)
             return ended.value()
 
         return promise.then(stamp)

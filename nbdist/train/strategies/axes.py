@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nbdist.engine import rebind
 from nbdist.engine.works import WORKS
+from nbdist.protocol.traffic import Axis
 from nbdist.train.parting import Origin
 from nbdist.train.strategies.base import Place
 from nbdist.train.strategies.data_parallel import sum_on_backend
@@ -136,6 +137,11 @@ class Axes:
         self.of_parts = self._of_twins = self._default = None
 
     @property
+    def num_twins(self) -> int:
+        """In the present group, how many hold the same part."""
+        return self._lengths[1]
+
+    @property
     def has_twins(self) -> bool:
         """Whether others hold what this rank holds."""
         return self._lengths[1] > 1
@@ -148,7 +154,7 @@ class Axes:
     def sum_twins_(self, tensor: Tensor) -> None:
         """The same over those that hold the same part."""
         if self.has_twins:
-            sum_on_backend(tensor, self._of_twins)
+            sum_on_backend(tensor, self._of_twins, Axis.DATA)
 
     def begin_sum(self, tensor: Tensor) -> Future[list[Tensor]]:
         """Sum a tensor, where it is, over the twins; at its end it holds the sum."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from nbdist.engine import emit
 from nbdist.engine.works import WORKS
+from nbdist.protocol.traffic import Axis, Op
 from nbdist.train.strategies.data_parallel import sum_on_backend
 
 if TYPE_CHECKING:
@@ -231,6 +233,8 @@ def _as_tensor(data: bytes) -> Tensor:
 
 def _move(sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
     """Send to some ranks and receive from others, all at once."""
-    works = [dist.isend(tensor, rank) for rank, tensor in sent.items()]
-    works += [dist.irecv(tensor, rank) for rank, tensor in received.items()]
-    WORKS.wait(works)
+    num_bytes = sum(tensor.nbytes for tensor in sent.values())
+    with emit.exchange(Op.SEND, Axis.COPIES, 2, num_bytes):
+        works = [dist.isend(tensor, rank) for rank, tensor in sent.items()]
+        works += [dist.irecv(tensor, rank) for rank, tensor in received.items()]
+        WORKS.wait(works)

@@ -23,6 +23,7 @@ from nbdist.engine import emit, rebind
 from nbdist.engine.native import PRESENT
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.traffic import Axis, Op
 from nbdist.train.checks import check_one_of, check_positive, check_share, check_whole
 from nbdist.train.compression import Codec, Courier, LowRank, Quantise, Reduced, Sparse, take
 from nbdist.train.randomness import seeded
@@ -339,18 +340,15 @@ def _sum_bucket(
 ) -> torch.futures.Future[Tensor]:
     """The hook: sums, where torch's own would average; losses are scaled beforehand."""
     ready_ns = perf_counter_ns()
-    index, buffer = bucket.index(), bucket.buffer()
+    index, buffer, num_ranks = bucket.index(), bucket.buffer(), dist.get_world_size()
     work = dist.all_reduce(buffer, async_op=True)
     launched_ns = perf_counter_ns()
-    assert work is not None
     emit.span(Kind.BUCKET_READY, ready_ns, ready_ns, ident=index)
     emit.span(Kind.BUCKET_LAUNCH, launched_ns, launched_ns, ident=index)
 
     def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         summed = future.value()[0]
-        emit.span(
-            Kind.BUCKET_DONE, launched_ns, perf_counter_ns(), ident=index, value=buffer.nbytes
-        )
+        emit.bucket_done(Op.ALL_REDUCE, num_ranks, launched_ns, index, buffer.nbytes)
         return summed
 
     summed = WORKS.follow(work).then(done)
@@ -371,16 +369,18 @@ def _check_real(module: nn.Module) -> None:
 def take_from_first(tensor: Tensor) -> None:
     """All ranks have the value of rank 0."""
     dense = tensor.detach().contiguous()
-    WORKS.follow(dist.broadcast(dense, 0, async_op=True)).wait()
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.copy_(dense)
+    given_bytes = dense.nbytes if dist.get_rank() == 0 else 0
+    with emit.exchange(Op.BROADCAST, Axis.ALL, dist.get_world_size(), given_bytes):
+        WORKS.follow(dist.broadcast(dense, 0, async_op=True)).wait()
+    tensor.copy_(dense)
 
 
-def sum_on_backend(tensor: Tensor, group: Any = None) -> None:
+def sum_on_backend(tensor: Tensor, group: Any = None, axis: Axis = Axis.ALL) -> None:
     """Sum over all ranks, or those of a group. NCCL sums on its own devices alone."""
-    if "gloo" in str(dist.get_backend_config()):
-        WORKS.follow(dist.all_reduce(tensor, group=group, async_op=True)).wait()
-        return
-    there = tensor.to(torch.device("cuda", torch.cuda.current_device()))
-    dist.all_reduce(there, group=group)
-    tensor.copy_(there)
+    with emit.exchange(Op.ALL_REDUCE, axis, dist.get_world_size(group), tensor.nbytes):
+        if "gloo" in str(dist.get_backend_config()):
+            WORKS.follow(dist.all_reduce(tensor, group=group, async_op=True)).wait()
+            return
+        there = tensor.to(torch.device("cuda", torch.cuda.current_device()))
+        dist.all_reduce(there, group=group)
+        tensor.copy_(there)

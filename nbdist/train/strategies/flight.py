@@ -16,6 +16,7 @@ from torch import Tensor
 from nbdist.engine import emit
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.traffic import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,14 +106,13 @@ def _summed(tensor: Tensor, ident: int) -> _Sum:
     began_ns = perf_counter_ns()
     emit.span(Kind.BUCKET_READY, began_ns, began_ns, ident=ident)
     work = dist.all_reduce(tensor, async_op=True)
-    launched_ns = perf_counter_ns()
+    launched_ns, num_ranks = perf_counter_ns(), dist.get_world_size()
     emit.span(Kind.BUCKET_LAUNCH, launched_ns, launched_ns, ident=ident)
 
     def stamp(future: torch.futures.Future[list[Tensor]]) -> None:
         with contextlib.suppress(Exception):  # whatever it is, who waits is told
             future.value()
-            end_ns = perf_counter_ns()
-            emit.span(Kind.BUCKET_DONE, launched_ns, end_ns, ident=ident, value=tensor.nbytes)
+            emit.bucket_done(Op.ALL_REDUCE, num_ranks, launched_ns, ident, tensor.nbytes)
 
     end = WORKS.follow(work)
     return _Sum(tensor, end.then(stamp), end)

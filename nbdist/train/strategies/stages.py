@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbdist.engine import rebind
+from nbdist.engine import emit, rebind
 from nbdist.engine.works import WORKS
 from nbdist.errors import WrongState
 from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.traffic import Axis, Op
 from nbdist.train.objective import Objective, pair_of, weigh
 from nbdist.train.strategies import actions
 from nbdist.train.strategies.axes import own_group
@@ -113,7 +114,8 @@ class Stages(Settling[Held]):
     def sum_vote(self, vote: list[float]) -> list[float]:
         """Sum a vote. First, gradients of parameters that several stages use."""
         for parameter, group in self._shared():
-            WORKS.follow(dist.all_reduce(parameter.grad, group=group, async_op=True)).wait()
+            with emit.exchange(Op.ALL_REDUCE, Axis.PIPELINE, group.size(), parameter.nbytes):
+                WORKS.follow(dist.all_reduce(parameter.grad, group=group, async_op=True)).wait()
         return super().sum_vote(vote)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from nbdist.engine import emit, rebind
 from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.traffic import Axis, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,11 +152,12 @@ class _Gather(DefaultAllocMixin, AllGather):
     ) -> None:
         del async_op  # what it waits for must be broken by a cut (`engine.works`)
         began_ns = perf_counter_ns()
-        if self._traffic.is_gloo:
-            work = dist.all_gather_single(output_tensor, input_tensor, group, async_op=True)
-            WORKS.follow(work).wait()
-        else:
-            dist.all_gather_single(output_tensor, input_tensor, group)
+        with emit.exchange(Op.ALL_GATHER, Axis.DATA, group.size(), input_tensor.nbytes):
+            if self._traffic.is_gloo:
+                work = dist.all_gather_single(output_tensor, input_tensor, group, async_op=True)
+                WORKS.follow(work).wait()
+            else:
+                dist.all_gather_single(output_tensor, input_tensor, group)
         self._traffic.waited_ns += perf_counter_ns() - began_ns
         self._traffic.gathered_bytes += (group.size() - 1) * input_tensor.nbytes
 
@@ -185,8 +187,7 @@ class _Scatter(DefaultAllocMixin, ReduceScatter):
             torch.sum(pieces.view(group.size(), -1), 0, out=output_tensor)
         else:
             dist.reduce_scatter_single(output_tensor, input_tensor, group=group)
-        ended_ns = perf_counter_ns()
-        emit.span(Kind.BUCKET_DONE, began_ns, ended_ns, ident=ident, value=input_tensor.nbytes)
+        emit.bucket_done(Op.REDUCE_SCATTER, group.size(), began_ns, ident, input_tensor.nbytes)
         self._traffic.num_sums += 1
-        self._traffic.waited_ns += ended_ns - began_ns
+        self._traffic.waited_ns += perf_counter_ns() - began_ns
         self._traffic.scattered_bytes += input_tensor.nbytes - output_tensor.nbytes

@@ -35,7 +35,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.futures import Future
 
+from nbdist.engine import emit
 from nbdist.engine.works import WORKS
+from nbdist.protocol.traffic import Axis, Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -81,7 +83,8 @@ class Standing(dist.ProcessGroup):
         if is_mean:
             op = dist.ReduceOp.SUM
         self._traffic.summed_bytes += tensor.nbytes
-        self._wait(functools.partial(dist.all_reduce, tensor, op))
+        with emit.exchange(Op.ALL_REDUCE, Axis.TENSOR, self._num_ranks, tensor.nbytes):
+            self._wait(functools.partial(dist.all_reduce, tensor, op))
         if is_mean:
             tensor /= self._num_ranks
         return _done(tensors)
@@ -93,7 +96,8 @@ class Standing(dist.ProcessGroup):
         del opts
         for output, tensor in zip(outputs, inputs, strict=True):
             self._traffic.gathered_bytes += (self._num_ranks - 1) * tensor.nbytes
-            self._wait(functools.partial(dist.all_gather_single, output, tensor))
+            with emit.exchange(Op.ALL_GATHER, Axis.TENSOR, self._num_ranks, tensor.nbytes):
+                self._wait(functools.partial(dist.all_gather_single, output, tensor))
         return _done(outputs)
 
     def reduce_scatter_single_coalesced(
@@ -103,7 +107,8 @@ class Standing(dist.ProcessGroup):
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         for output, tensor in zip(outputs, inputs, strict=True):
             self._traffic.scattered_bytes += tensor.nbytes - output.nbytes
-            self._reduce_scatter(output, tensor, op)
+            with emit.exchange(Op.REDUCE_SCATTER, Axis.TENSOR, self._num_ranks, tensor.nbytes):
+                self._reduce_scatter(output, tensor, op)
         return _done(outputs)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> None:

@@ -14,6 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from nbdist.engine import emit
 from nbdist.protocol.telemetry import Kind
+from nbdist.protocol.traffic import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,8 +50,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
         on_their_way.append((bucket, flat, launched_ns, axes.begin_sum(flat)))
     for index, (bucket, flat, launched_ns, future) in enumerate(on_their_way):
         future.wait()
-        done_ns = perf_counter_ns()
-        emit.span(Kind.BUCKET_DONE, launched_ns, done_ns, ident=index, value=flat.nbytes)
+        emit.bucket_done(Op.ALL_REDUCE, axes.num_twins, launched_ns, index, flat.nbytes)
         for gradient, its in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(its)
 

@@ -4,18 +4,22 @@ import { Look } from "./charts.js";
 import { element, number } from "./format.js";
 import { Loss } from "./loss.js";
 import { Membership } from "./membership.js";
+import { Memory } from "./memory.js";
 import { Overview, summary } from "./overview.js";
 import { Pipeline } from "./pipeline.js";
 import { Ranks } from "./ranks.js";
 import { Store } from "./store.js";
 import { Sync } from "./sync.js";
 import { Throughput } from "./throughput.js";
+import { Traffic } from "./traffic.js";
 
 const PANELS = /** @type {const} */ ({
   sync: Sync,
   pipeline: Pipeline,
   throughput: Throughput,
   loss: Loss,
+  traffic: Traffic,
+  memory: Memory,
   membership: Membership,
 });
 const LAST_VALUES = "These are the last values.";

@@ -122,6 +122,50 @@ export class Bars {
   }
 }
 
+/** A unit for values up to this, and how many bytes it has. @param {number} most @returns {[string, number]} */
+export function scaleOf(most) {
+  if (most >= 2 ** 30) return ["GiB", 2 ** 30];
+  return most >= 2 ** 20 ? ["MiB", 2 ** 20] : ["KiB", 2 ** 10];
+}
+
+/** Bars of bytes, in a lane for each slot. */
+export class Lengths {
+  /** @param {number[]} slots in the order of their lanes @param {number} most bytes of the longest bar, about */
+  constructor(slots, most) {
+    const [unit, scale] = scaleOf(most);
+    this.unit = unit;
+    this.scale = scale;
+    this.lanes = new Map(slots.map((slot, lane) => [slot, lane]));
+    /** @type {Map<number, number>} */ this.ends = new Map();
+    /** @type {Record<string, (number | string)[]>} */
+    this.columns = { left: [], right: [], bottom: [], top: [], colour: [], hatch: [], slot: [], what: [], size: [], detail: [] };
+  }
+
+  /** Of the longest, in its unit. */
+  get end() {
+    return this.columns.right.map(Number).reduce((most, right) => Math.max(most, right), 0);
+  }
+
+  /** Behind the slot's other ones. @param {number} slot @param {number} bytes @param {string} colour @param {Record<string, string>} more */
+  add(slot, bytes, colour, more) {
+    const from = this.ends.get(slot) ?? 0;
+    this.ends.set(slot, from + bytes);
+    this.put(slot, 0.15, 0.85, bytes, colour, more, from);
+  }
+
+  /**
+   * @param {number} slot @param {number} top @param {number} bottom in its lane @param {number} bytes @param {string} colour
+   * @param {Record<string, string>} more what it is, in words @param {number} [from]
+   */
+  put(slot, top, bottom, bytes, colour, more, from = 0) {
+    const lane = this.lanes.get(slot);
+    if (lane === undefined || !bytes) return;
+    const values = { left: from / this.scale, right: (from + bytes) / this.scale, top: lane + top, bottom: lane + bottom };
+    const all = { ...values, colour, hatch: " ", slot, ...more };
+    for (const [name, value] of Object.entries(all)) this.columns[name].push(value);
+  }
+}
+
 /** @param {[string, string][]} keys colour and what it stands for @param {[string, string][]} hatched likewise */
 export function legendOf(keys, hatched) {
   const made = element("span", "nbdist-legend");

@@ -5,6 +5,7 @@
 const MAX_ROWS = 8000;
 const MAX_STEPS = 24000;
 const MAX_DETAILS = 8000;
+const MAX_MEMORY = 24000;
 /** So many of the last rows stay when others are thinned out. */
 const NUM_LAST = 1000;
 const SEND = 23;
@@ -105,6 +106,8 @@ export class Store {
     this.buckets = new Table(MAX_DETAILS);
     this.spans = new Table(MAX_DETAILS);
     this.plans = new Table(MAX_DETAILS);
+    this.traffic = new Table(MAX_DETAILS);
+    this.memory = new Table(MAX_MEMORY);
     this.seats = new Table(MAX_ROWS);
     this.phases = new Table(MAX_ROWS);
     /** @type {Map<number, import("./types").Incident>} */ this.incidents = new Map();
@@ -125,7 +128,7 @@ export class Store {
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
     this.takeSteps(byTime(tables.steps), header.thinned.includes("steps"));
-    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "seats", "phases"])) {
+    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "traffic", "memory", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
   }

@@ -1,0 +1,129 @@
+"""What is told of payloads is the formula sheet, and the wire carries what follows from them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from counted import num_acked, payloads
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from nbdist.protocol.traffic import Axis, Op, Road
+from nbdist.train import DataParallel, LocalSGD, Pipeline, Sharded, Trainer, estimate
+
+WIDTH, DEPTH, BATCH, NUM = 256, 6, 48, 3
+NUM_VOTE_BYTES = 3 * 2 * 4
+"""Of data parallelism: three numbers, as two of float32 each, with the gradients."""
+
+
+def build():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+
+
+def make(strategy, **changes):
+    return Trainer(
+        model=build,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+        loss=functional.mse_loss,
+        data=TensorDataset(torch.ones(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)),
+        global_batch=BATCH,
+        strategy=strategy,
+        **changes,
+    )
+
+
+def told(together, strategy, **changes):
+    """What each rank handed over in its fourth step."""
+
+    def body(_):
+        make(strategy, **changes).fit(4)
+        return payloads(since=3)[3]
+
+    return together(NUM, body)
+
+
+def of(strategy, **changes):
+    sample = torch.ones(1, WIDTH)
+    asked = {"global_batch": BATCH, "sample": sample} | changes
+    return estimate(build, strategy, NUM, **asked).ranks
+
+
+def test_data_parallel_hands_over_its_gradients(together):
+    """Once, all bytes of them and the vote, whatever the number of batches."""
+    strategy = DataParallel(bucket_mb=0.5)
+    road = Road(Op.ALL_REDUCE, Axis.DATA, NUM)
+    needs = of(strategy)
+    for rank, roads in enumerate(told(together, strategy, accumulate=2)):
+        assert roads == {road: needs[rank].gradients + NUM_VOTE_BYTES}
+        sent = road.sent_bytes(roads[road] - NUM_VOTE_BYTES)
+        assert round(sent) == needs[rank].sent
+
+
+def test_sharded_gathers_twice_and_sums_once(together):
+    """For each batch; of a gather the payload is a rank's own rows."""
+    strategy = Sharded(copy_every=0)
+    gather, scatter = (Road(op, Axis.DATA, NUM) for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER))
+    needs = of(strategy, accumulate=2)
+    for need, roads in zip(needs, told(together, strategy, accumulate=2), strict=True):
+        (vote,) = (road for road in roads if road.axis is Axis.ALL)
+        assert vote.op is Op.ALL_REDUCE
+        assert roads.pop(vote) == 3 * 8
+        assert set(roads) == {gather, scatter}
+        assert roads[gather] * NUM == 2 * roads[scatter]
+        assert sum(road.sent_bytes(payload) for road, payload in roads.items()) == need.sent
+
+
+def test_a_pipeline_sends_what_stands_between_its_stages(together):
+    """Each micro-batch once forward, and a gradient back."""
+    strategy = Pipeline(NUM, "1f1b", 4, copy_every=0)
+    road = Road(Op.SEND, Axis.PIPELINE, 2)
+    for need, roads in zip(of(strategy), told(together, strategy), strict=True):
+        assert roads[road] == need.sent
+        assert [road.axis for road in roads if road.axis is not Axis.PIPELINE] == [Axis.ALL]
+
+
+def test_copies_are_told_apart(together):
+    """In the steps in which they are made; each rank sends its own state to the next one."""
+
+    def body(_):
+        make(Pipeline(NUM, "1f1b", 4, copy_every=2)).fit(4)
+        return {step: road in roads for step, roads in payloads().items()}
+
+    road = Road(Op.SEND, Axis.COPIES, 2)
+    assert together(NUM, body) == [{step: step % 2 == 0 for step in range(5)}] * NUM
+
+
+def test_ranks_that_train_apart_hand_over_parameters_once_in_a_period(together):
+    """All of them, in one step of four."""
+
+    def body(_):
+        make(LocalSGD(4)).fit(8)
+        road = Road(Op.ALL_REDUCE, Axis.DATA, NUM)
+        return sum(roads.get(road, 0) for roads in payloads().values())
+
+    whole = of(LocalSGD(4))[0].parameters
+    assert together(NUM, body) == [2 * whole] * NUM
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [DataParallel(), Pipeline(NUM, "1f1b", 4, copy_every=0), Sharded(copy_every=0)],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_the_wire_carries_what_follows(together, strategy):
+    """By the kernel's count of what the group's sockets sent, within 3 %; no more, no less."""
+
+    def body(_):
+        trainer = make(strategy)
+        trainer.fit(1)
+        dist.barrier()
+        before = num_acked()
+        trainer.fit(10)
+        dist.barrier()
+        roads = [r for s, r in payloads(since=1).items() if s < 11]
+        told = sum(road.sent_bytes(n) for step in roads for road, n in step.items())
+        return num_acked() - before, told
+
+    pairs = together(NUM, body)
+    for sent, told in pairs:
+        assert sent == pytest.approx(told, rel=0.03), pairs

@@ -1,0 +1,85 @@
+"""The page's views of amounts: what ranks send, and what they hold in memory."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from bare import VIEW
+from piped import PipedRun
+from synthetic import SyntheticRun
+
+from nbdist.protocol.frames import unpack
+from nbdist.views.traffic import flows, sentence
+
+pytestmark = pytest.mark.timeout(120)
+
+CHARTS = f"{VIEW}.shown.panels.find((p) => p.name === '%s').charts"
+
+
+def panel(page, name):
+    return page.page.locator(f".nbdist-{name}.nbdist-panel")
+
+
+def said(page, name):
+    return panel(page, name).locator(".nbdist-said").inner_text()
+
+
+def column(page, name, chart, source, column):
+    path = f"{CHARTS % name}[{chart}].sources['{source}'].data['{column}']"
+    return page.page.evaluate(f"() => [...{path}]")
+
+
+def table(page, name):
+    panel(page, name).locator("button", has_text="Table").click()
+    rows = panel(page, name).locator(".nbdist-scroller tbody tr").all()
+    return [row.locator("td").all_inner_texts() for row in rows]
+
+
+def test_what_is_sent_is_told_as_python_tells_it(bare):
+    """The same sentence, a bar for each kind, numbers as a table, a picture."""
+    page, frame = bare(views=("traffic", "memory")), PipedRun().frame(12.0)
+    page.show(frame)
+    shown = flows(unpack(frame)[1])
+    assert said(page, "traffic").startswith(sentence(shown))
+    assert len(column(page, "traffic", 0, "lengths", "left")) == len(shown)
+    assert max(column(page, "traffic", 0, "lengths", "right")) > 1
+    rows = table(page, "traffic")
+    assert len(rows) == len(shown)
+    assert rows[0][:6] == ["0", "send, pipeline", "8", "512 KiB", "512 KiB", "–"]
+    with page.page.expect_download() as saved:
+        panel(page, "traffic").locator("button", has_text="PNG").click()
+    assert saved.value.suggested_filename == "nbdist-traffic.png"
+    assert page.errors == []
+
+
+def test_what_is_held_is_told(bare):
+    """Who holds most, of how much, and what grew; over time, and as a table."""
+    page = bare(views=("memory",))
+    page.show(SyntheticRun().frame(12.0))
+    text = said(page, "memory")
+    assert text.startswith("Slot 3 holds most, 431 MiB of 8.00 GiB that it can have")
+    assert "by 30.0 MiB" in text
+    assert max(column(page, "memory", 0, "lengths", "right")) == pytest.approx(443)
+    assert [len(x) for x in column(page, "memory", 1, "growth", "xs")] == [12] * 4
+    assert column(page, "memory", 1, "moments", "text") == ["generation 1"]
+    rows = table(page, "memory")
+    assert rows[0][:6] == ["0", "410 MiB", "422 MiB", "8.00 GiB", "5 %", "30.0 MiB"]
+    assert page.errors == []
+
+
+def test_before_anything_is_told_they_say_so(bare):
+    """And what is to come."""
+    page = bare(views=("traffic", "memory"))
+    page.show(SyntheticRun().frame(0.9))
+    assert "comes with the first steps" in panel(page, "traffic").inner_text()
+    assert "told once a second" in panel(page, "memory").inner_text()
+
+
+def test_many_slots_have_low_lanes(bare):
+    """All of them, each with its bars; lines for those that hold most."""
+    page = bare(views=("traffic", "memory"))
+    page.show(SyntheticRun(num_slots=64, length_s=8.0).frame(6.0))
+    assert len(set(column(page, "traffic", 0, "lengths", "slot"))) == 64
+    assert len(column(page, "memory", 1, "growth", "slot")) == 16
+    assert re.search(r"Slot 63 holds most", said(page, "memory"))
