@@ -188,6 +188,7 @@ class Loop:
                 log.warning("slot %s could not form: %s", event.slot, event.error)
                 self._machine.form_failed(event, now)
             case ev.CollectiveFailed():
+                log.info("slot %s: a collective failed: %s", event.slot, event.error)
                 self._machine.collective_failed(event, now)
             case ev.CellFailedOnRank():
                 self._machine.cell_failed(event, now)

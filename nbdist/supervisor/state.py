@@ -155,7 +155,7 @@ class Machine(Deadlines):
         is_formed = self.phase in (Phase.RESTORING, Phase.RUNNING)
         if is_formed and event.generation == self.generation:
             rank = self.membership.rank_of(event.slot)
-            self._break(f"a collective failed on rank {rank}: {event.error}", now)
+            self._break(f"a collective failed on rank {rank}", now)
 
     def handed_over(self, event: HandoverEvent, now: float) -> None:
         """A part of the hand-over is done."""

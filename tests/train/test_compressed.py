@@ -368,7 +368,7 @@ def test_a_language_model_learns_as_well(together, name):
         losses = []
         for compress in (None, name):
             trainer = Trainer(
-                model=lambda: GPT(GPTConfig(num_layers=2, num_heads=2, width=64, context=32)),
+                model=lambda: GPT(GPTConfig(num_layers=2, num_heads=2, width=96, context=32)),
                 optimizer=lambda named: torch.optim.AdamW(named, lr=2e-3),
                 loss=next_token_loss,
                 data=ByteText(pydoc_text(), context=32),

@@ -9,7 +9,15 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from nbdist.protocol.traffic import Axis, Op, Road
-from nbdist.train import DataParallel, LocalSGD, Pipeline, Sharded, Trainer, estimate
+from nbdist.train import (
+    DataParallel,
+    LocalSGD,
+    ParameterServer,
+    Pipeline,
+    Sharded,
+    Trainer,
+    estimate,
+)
 
 WIDTH, DEPTH, BATCH, NUM = 256, 6, 48, 3
 NUM_VOTE_BYTES = 3 * 2 * 4
@@ -103,6 +111,23 @@ def test_ranks_that_train_apart_hand_over_parameters_once_in_a_period(together):
 
     whole = of(LocalSGD(4))[0].parameters
     assert together(NUM, body) == [2 * whole] * NUM
+
+
+def test_a_server_and_its_workers_send_the_model(together):
+    """A worker its gradients, and gets parameters back; the server sends its replica the same."""
+
+    def body(_):
+        make(ParameterServer("sync")).fit(4)
+        roads = [roads for step, roads in payloads().items() if step >= 1]
+        road, copied = (Road(Op.SEND, axis, 2) for axis in (Axis.DATA, Axis.COPIES))
+        return [sum(its.get(one, 0) for its in roads) for one in (road, copied)]
+
+    whole = of(ParameterServer("sync"))[0].parameters
+    server, replica, worker = together(NUM, body)
+    for sent, copied in (server, worker[:1] + server[1:]):
+        assert 2 * whole <= sent <= 5 * whole
+        assert 2 * whole <= copied <= 5 * whole
+    assert replica == [0, 0]
 
 
 @pytest.mark.parametrize(

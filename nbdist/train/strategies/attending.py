@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbdist.engine import emit
 from nbdist.engine.works import WORKS
+from nbdist.protocol.traffic import Axis, Op
 from nbdist.train.strategies.parcels import Answered, Asked, Kind, asked_of
 
 if TYPE_CHECKING:
@@ -111,7 +113,8 @@ class Attendants:
         answer = self._answers[worker].get()
         if answer is None:
             return False
-        WORKS.wait_here([dist.isend(part, worker, tag=TAG) for part in answer])
+        with emit.exchange(Op.SEND, Axis.DATA, 2, sum(part.nbytes for part in answer)):
+            WORKS.wait_here([dist.isend(part, worker, tag=TAG) for part in answer])
         return bool(answer[0][0] != Kind.STAND)
 
     def _post(self, news: Message | Exception | None) -> None:

@@ -19,6 +19,7 @@ from nbdist.engine import emit
 from nbdist.engine.works import WORKS
 from nbdist.errors import RecoveryFailed
 from nbdist.protocol.telemetry import Kind as Told
+from nbdist.protocol.traffic import Axis, Op
 from nbdist.train.strategies import meeting
 from nbdist.train.strategies.attending import TAG
 from nbdist.train.strategies.base import Place, Summed
@@ -244,9 +245,10 @@ class Service(OfWhole):
         server, began_ns = self._roles.server, perf_counter_ns()
         numbers = torch.empty(len(Answered._fields), dtype=torch.float64)
         parcel = self._parcels.empty()
-        works = [dist.isend(part, server, tag=TAG) for part in parts]
-        works += [dist.irecv(part, server, tag=TAG) for part in (numbers, parcel)]
-        WORKS.wait(works)
+        with emit.exchange(Op.SEND, Axis.DATA, 2, sum(part.nbytes for part in parts)):
+            works = [dist.isend(part, server, tag=TAG) for part in parts]
+            works += [dist.irecv(part, server, tag=TAG) for part in (numbers, parcel)]
+            WORKS.wait(works)
         num_bytes = sum(part.nbytes for part in parts[1:]) + parcel.nbytes
         emit.span(Told.BUCKET_DONE, began_ns, perf_counter_ns(), value=num_bytes)
         return Answered(*numbers.tolist()), parcel

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from nbdist.engine import emit
 from nbdist.engine.works import WORKS
+from nbdist.protocol.traffic import Axis, Op
 from nbdist.train.strategies.attending import TAG, Attendants, Message
 from nbdist.train.strategies.parcels import Answered, Asked, Kind
 
@@ -115,23 +117,26 @@ class Serving:
         age = self._dealer.apply(self._key(workers[0]))
         factor = 1 / (1 + age) if self._rules.scales else 1.0
         asked = asked._replace(kind=Kind.PUSH, version=age, rate_factor=factor)
-        works = self._forward(asked, values)
+        works, num_bytes = self._forward(asked, values)
         row = self._keeper.apply(self._parcels.update(asked, values))
         self._ages[age] += 1
         try:
-            WORKS.wait(works)
+            if works:
+                with emit.exchange(Op.SEND, Axis.COPIES, 2, num_bytes):
+                    WORKS.wait(works)
         finally:
             self._keeper.report(row)  # not before the replica has it too, or is gone
         self._waiting.update(workers)
 
-    def _forward(self, asked: Asked, values: Sequence[Tensor | None]) -> list[Any]:
-        """To the replica; what ends when it has it applied."""
+    def _forward(self, asked: Asked, values: Sequence[Tensor | None]) -> tuple[list[Any], int]:
+        """To the replica; what ends when it has it applied, and how many bytes it is sent."""
         replica = self._roles.replica
         if replica is None:
-            return []
+            return [], 0
         parts = self._parcels.pack(asked, values)
         works = [dist.isend(part, replica, tag=TAG) for part in parts]
-        return [*works, dist.irecv(torch.empty(1), replica, tag=TAG)]
+        works.append(dist.irecv(torch.empty(1), replica, tag=TAG))
+        return works, sum(part.nbytes for part in parts)
 
     # ---- answers
 

@@ -269,15 +269,9 @@ export class Pipeline extends StepPanel {
   /** @override @param {Store} store */
   update(store) {
     this.store = store;
+    const none = store.isOver ? GONE : NOT_YET;
     const known = store.isPipeline ? passages(store) : [];
-    if (!known.length) {
-      this.known = [];
-      const none = store.isOver ? GONE : NOT_YET;
-      this.explain(store.isPipeline ? none : NO_PIPELINE);
-      return;
-    }
-    this.explain("");
-    this.take(known, store.isOver || store.isPaused);
+    this.take(known, store.isPipeline ? none : NO_PIPELINE, store.isOver || store.isPaused);
   }
 
   /** @override */

@@ -44,8 +44,13 @@ export class StepPanel extends Panel {
   /** Overridden by each view. */
   draw() {}
 
-  /** @param {T[]} known @param {boolean} isLast no more will come for now */
-  take(known, isLast) {
+  /** @param {T[]} known @param {string} none why there are none, where there are none @param {boolean} isLast no more will come for now */
+  take(known, none, isLast) {
+    this.explain(known.length ? "" : none);
+    if (!known.length) {
+      this.known = [];
+      return;
+    }
     const chart = this.isReady ? this.charts[0] : null;
     const isShown = this.known.length > 0 && this.shownOn === chart;
     if (isShown && !isLast && performance.now() - this.knownSince < SHOWN_MS) return;

@@ -143,16 +143,9 @@ export class Sync extends StepPanel {
   /** @override @param {Store} store */
   update(store) {
     this.store = store;
-    const known = attempts(store);
-    if (!known.length) {
-      this.known = [];
-      const alone = (store.world?.world_size ?? 0) < 2;
-      const none = store.isOver ? GONE : NOT_YET;
-      this.explain(alone ? ALONE : none);
-      return;
-    }
-    this.explain("");
-    this.take(known, store.isOver || store.isPaused);
+    const alone = (store.world?.world_size ?? 0) < 2;
+    const none = store.isOver ? GONE : NOT_YET;
+    this.take(attempts(store), alone ? ALONE : none, store.isOver || store.isPaused);
   }
 
   /** @override */
