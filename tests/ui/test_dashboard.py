@@ -148,8 +148,8 @@ def test_every_chart_has_a_twin_and_a_picture(notebook):
     lab.run(1)
     drawn(lab)
     panels = lab.page.locator(".nbdist-grid > .nbdist-panel:not([hidden])")
-    assert panels.count() == 4
-    for number in range(4):
+    assert panels.count() == 6
+    for number in range(6):
         panel = panels.nth(number)
         panel.scroll_into_view_if_needed()
         panel.locator(".bk-Figure").first.wait_for(timeout=LIMIT_MS)

@@ -253,6 +253,7 @@ def test_kernels_come_and_go(notebook):
     cell.locator("img").wait_for(timeout=LIMIT_MS)
     lab.run(0)
     lab.run(2, wait=False)
+    lab.page.locator(".nbdist-loss").scroll_into_view_if_needed()  # below the picture
     drawn(lab)
     has_true_rows(lab, at_least=90)
     lab.page.locator(".nbdist-actions button", has_text="Kill").first.click()
