@@ -167,8 +167,9 @@ def show(lab, name):
 def test_where_no_page_can_draw_pictures_say_why(notebook):
     """A front end that lets no widget run gets a picture with the reason, again and again."""
     fewer = "import nbdist.views.stills as st\nst.FIRST_WORD_LIMIT_S = 2.0\n"
-    # Time for one more picture, which comes every two seconds, before the last.
-    end = f"{END}\ntime.sleep(4)\ndashboard.freeze()"
+    # Pictures come until one is of the run that is over: the last is to come after that, too.
+    go_on = "any(t.name == 'nbdist-stills' for t in threading.enumerate())"
+    end = f"{END}\nwhile {go_on}:\n    time.sleep(0.05)\ndashboard.freeze()"
     lab = notebook(fewer + SETUP, "dashboard", end)
     # As under a policy that forbids scripts from blobs, and where pages open no comms.
     lab.page.evaluate("() => { URL.createObjectURL = () => 'blob:forbidden'; }")
