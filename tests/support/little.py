@@ -18,6 +18,26 @@ def build():
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
+class Flaky(nn.Module):
+    """Fails once, going backward, on every rank."""
+
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*build())
+
+    def forward(self, inputs):
+        middle = self.layers[:3](inputs)
+        if Flaky.fails:
+            Flaky.fails = False
+            middle.register_hook(self.fail)
+        return self.layers[3:](middle)
+
+    def fail(self, _):
+        raise KeyError("mine")
+
+
 def dataset(num=96):
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(num, FEATURES, generator=generator)

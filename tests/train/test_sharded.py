@@ -13,6 +13,7 @@ import torch.distributed as dist
 from counted import num_acked
 from little import (
     FEATURES,
+    Flaky,
     build,
     check_lost,
     check_own_loops,
@@ -244,26 +245,6 @@ def test_reduced_precision(together):
     (_, _, expected), _ = together(2, lambda _: fitted(DataParallel(), precision="bf16"))
     for _, _, losses in together(2, lambda _: fitted(precision="bf16")):
         assert losses == pytest.approx(expected, rel=1e-6)
-
-
-class Flaky(nn.Module):
-    """Fails once, going backward, on every rank."""
-
-    fails = False
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*build())
-
-    def forward(self, inputs):
-        middle = self.layers[:3](inputs)
-        if Flaky.fails:
-            Flaky.fails = False
-            middle.register_hook(self.fail)
-        return self.layers[3:](middle)
-
-    def fail(self, _):
-        raise KeyError("mine")
 
 
 def test_a_step_that_failed_leaves_nothing_behind(together):

@@ -14,6 +14,7 @@ from little import (
     CLASSES,
     FEATURES,
     WIDTH,
+    Flaky,
     build,
     check_lost,
     check_own_loops,
@@ -320,26 +321,6 @@ def test_reduced_precision(together):
     (expected,) = together(1, lambda _: body(DataParallel()))
     for losses in together(2, lambda _: body(TensorParallel())):
         assert losses == pytest.approx(expected, rel=1e-2)
-
-
-class Flaky(nn.Module):
-    """Fails once, going backward, on every rank."""
-
-    fails = False
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*build())
-
-    def forward(self, inputs):
-        middle = self.layers[:2](inputs)
-        if Flaky.fails:
-            Flaky.fails = False
-            middle.register_hook(self.fail)
-        return self.layers[2:](middle)
-
-    def fail(self, _):
-        raise KeyError("mine")
 
 
 def test_a_step_that_failed_leaves_nothing_behind(together):
