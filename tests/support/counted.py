@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from nbdist.engine.emit import RING
 from nbdist.protocol.telemetry import RECORD, Kind
@@ -31,8 +32,19 @@ def payloads(*, since=0):
     return {step: dict(roads) for step, roads in found.items()}
 
 
-def num_acked():
-    """Bytes that this process has sent over TCP, and the others have."""
+def num_sent(work):
+    """Bytes that this rank sent over TCP while all ranks did this work."""
+    dist.barrier()
+    before = _num_acked()
+    work()
+    dist.barrier()
+    sent = _num_acked() - before
+    dist.barrier()  # a rank that ended would take its neighbours' sockets, and their counts
+    return sent
+
+
+def _num_acked():
+    """Bytes that this process has sent over its open sockets, and the others have."""
     total = 0
     for place in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(place.name))) as its:
