@@ -230,6 +230,32 @@ def _pipelines() -> tuple[Figure, ...]:
     return (*idle, *steps)
 
 
+def _divided() -> tuple[Figure, ...]:
+    names = {"pipeline": "pipeline of 4 stages", "sharded": "rows of 4 ranks"}
+    copies = [
+        _steps(
+            "divided",
+            (f"{label}: step without copies", f"{name} plain"),
+            (f"{label}: step, copied every 10 / without", f"{name} copied"),
+            bound=1.03,
+        )
+        for name, label in names.items()
+    ]
+    parts = (("run stood still", "lost", 2.0), ("newcomer trains", "refilled", None))
+    stalls = (
+        Figure(
+            benchmark="divided",
+            label=f"{label}: one killed, {said}",
+            value=f"{name} {part}",
+            unit="s",
+            bound=bound,
+        )
+        for name, label in names.items()
+        for said, part, bound in parts
+    )
+    return (*(figure for pair in copies for figure in pair), *stalls)
+
+
 def _steps(
     benchmark: str, usual: tuple[str, str], other: tuple[str, str], *, bound: float
 ) -> tuple[Figure, Figure]:
@@ -306,6 +332,7 @@ FIGURES = (
         bound=1 / 0.98,
     ),
     *_pipelines(),
+    *_divided(),
     Figure(benchmark="telemetry", label="a telemetry event", value="event", unit="µs", bound=1e-6),
     Figure(benchmark="memory", label="memory of an engine, its own (USS)", value="uss", unit="MB"),
     Figure(benchmark="memory", label="memory of an engine, its part (PSS)", value="pss", unit="MB"),

@@ -12,7 +12,7 @@ from nbdist.errors import NbdistError
 from nbdist.session.start import start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nbdist.bench.figures import Samples
     from nbdist.protocol.events import Incident
@@ -42,17 +42,16 @@ def kill(round_number: int, num_kills: int, samples: Samples) -> None:
     """SIGKILL at random moments, each when the world is whole again; then one SIGSTOP."""
     moment = random.Random(round_number)  # noqa: S311 - moments of kills, the same each time
     with start(4, hang_timeout_s=_HANG_TIMEOUT_S) as cluster:
-        run = _begin(cluster)
-        for number in range(num_kills):
-            _wait_steps(run, moment.randrange(2, 12))
-            time.sleep(moment.random() * 0.02)  # anywhere in a step
-            _kill_one(cluster, run, (round_number + number) % 4, samples)
+        run = begin(cluster, _CELL)
+        ranks = [(round_number + number) % 4 for number in range(num_kills)]
+        for seconds in kill_some(cluster, run, ranks, moment):
+            samples.add("run refilled", seconds)
         before = cluster.generation
         _wait_steps(run, 5)
         cluster.kill(round_number % 4, signal="STOP")
         cluster.wait_healthy(_LIMIT_S, after=before + 1)
         _wait_steps(run, 5)
-        _end(cluster, run)
+        _end_equal(cluster, run)
     for incident in run.incidents:
         _account(incident, samples)
 
@@ -60,31 +59,58 @@ def kill(round_number: int, num_kills: int, samples: Samples) -> None:
 def scale(samples: Samples) -> None:
     """2 → 4 → 3 → 4 engines while it trains."""
     with start(2) as cluster:
-        run = _begin(cluster)
+        run = begin(cluster, _CELL)
         for size in _SIZES:
             _wait_steps(run, 5)
             cluster.scale(size)
         _wait_steps(run, 5)
-        _end(cluster, run)
+        _end_equal(cluster, run)
     for incident in run.incidents:
         samples.add("run scaled", incident.stall_s)
 
 
-def _begin(cluster: Cluster) -> Run:
-    cluster.run(_CELL)
+def begin(cluster: Cluster, cell: str) -> Run:
+    """Train without end what a cell has made."""
+    cluster.run(cell)
     run = cluster.train("trainer", steps=_ENDLESS)
     _wait_steps(run, 20)
     return run
 
 
-def _kill_one(cluster: Cluster, run: Run, rank: int, samples: Samples) -> None:
+def kill_some(
+    cluster: Cluster, run: Run, ranks: Sequence[int], moment: random.Random
+) -> list[float]:
+    """One after the other, anywhere in a step, each when the world is whole again.
+
+    Returns:
+        After how many seconds each newcomer trained.
+    """
+    refilled_s = []
+    for rank in ranks:
+        _wait_steps(run, moment.randrange(2, 12))
+        time.sleep(moment.random() * 0.02)
+        refilled_s.append(_kill_one(cluster, run, rank))
+    return refilled_s
+
+
+def end(run: Run) -> None:
+    """A run that lost anything has no figures."""
+    run.stop()
+    steps = run.history["step"]
+    if not np.array_equal(steps, np.arange(len(steps))):
+        raise NbdistError("a step is missing, or was committed twice")
+    if any(i.samples_lost or i.samples_repeated for i in run.incidents):
+        raise NbdistError("samples were lost or repeated")
+
+
+def _kill_one(cluster: Cluster, run: Run, rank: int) -> float:
     before, killed_at = cluster.generation, time.monotonic()
     cluster.kill(rank)
     cluster.wait_healthy(_LIMIT_S, after=before + 1)
     _wait_for(lambda: run.history["generation"][-1] > before + 1, "the newcomer does not train")
     rows = run.story().rows
     trains_at = rows["at"][rows["generation"] > before + 1][0]
-    samples.add("run refilled", float(trains_at) - killed_at)
+    return float(trains_at) - killed_at
 
 
 def _account(incident: Incident, samples: Samples) -> None:
@@ -99,17 +125,11 @@ def _account(incident: Incident, samples: Samples) -> None:
         samples.add("run joined restore", incident.restore_s)
 
 
-def _end(cluster: Cluster, run: Run) -> None:
-    """A run that lost anything has no figures."""
-    run.stop()
+def _end_equal(cluster: Cluster, run: Run) -> None:
+    end(run)
     digests = set(cluster.parameter_digest("trainer").values())
     if len(digests) > 1:
         raise NbdistError(f"the replicas differ: {digests}")
-    steps = run.history["step"]
-    if not np.array_equal(steps, np.arange(len(steps))):
-        raise NbdistError("a step is missing, or was committed twice")
-    if any(i.samples_lost or i.samples_repeated for i in run.incidents):
-        raise NbdistError("samples were lost or repeated")
 
 
 def _wait_steps(run: Run, num_steps: int) -> None:

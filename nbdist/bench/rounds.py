@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nbdist.bench import (
+    divided,
     emission,
     first_cell,
     lifetime,
@@ -59,6 +60,9 @@ def _play_round(number: int, plan: Plan, samples: Samples) -> None:
         views.measure(plan.num_blocks // 2, samples)
     if plan.wants("pipelines"):
         pipelines.measure(samples)
+    if plan.wants("divided"):
+        divided.copy(plan.num_blocks // 2, samples)
+        divided.kill(number, plan.num_kills_in_run // 2, samples)
     if plan.wants("recovery"):
         recovery.kill(number, plan.num_kills_in_run, samples)
         recovery.scale(samples)

@@ -50,9 +50,9 @@ def measure(num_blocks: int, samples: Samples) -> None:
             samples.add("run step", ours)
 
 
-def train(cluster: Cluster, num_steps: int = NUM_STEPS) -> float:
+def train(cluster: Cluster, num_steps: int = NUM_STEPS, trainer: str = "trainer") -> float:
     """Seconds a step, as the run's history has them; its first also waits for the run to begin."""
-    run = cluster.train("trainer", steps=num_steps + 1)
+    run = cluster.train(trainer, steps=num_steps + 1)
     return float(run.wait(_LIMIT_S).history["seconds"][1:].mean())
 
 

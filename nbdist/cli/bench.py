@@ -2,7 +2,7 @@
 
 Prints the machine and a table. A ratio is void where its reference, measured twice, differs from
 itself by more than 5 %: the machine was too busy. Exit code 1 if a bound is missed. Engines run on
-the CPU. Takes some seven minutes on two cores; run nothing beside it.
+the CPU. Takes some ten minutes on two cores; run nothing beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ BENCHMARKS = (
     "steps",
     "views",
     "pipelines",
+    "divided",
     "telemetry",
     "memory",
 )

@@ -326,20 +326,21 @@ def test_a_loss_that_is_not_a_number_on_one_rank(looped, is_own):
     assert np.isnan(looped.runs[-1].history["loss"]).tolist() == [n == 4 for n in range(8)]
 
 
-def test_fifty_join_at_random_moments(looped, loop, pids, until):
+@pytest.mark.parametrize("num", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_many_join_at_random_moments(looped, loop, pids, until, num):
     """A newcomer of a loop never meets another collective than its own: the generation decides who
     is in a group (R9, T35, T23)."""
     looped.run("trainer = make()")
     run, cell = loop(looped, "for step in train(trainer, 100_000): pass\ntrainer.step")
     moment = random.Random(9)
-    for number in range(50):
+    for number in range(num):
         generation = looped.generation
         mark = len(run.history["step"]) + moment.randrange(8)
         until(lambda mark=mark: len(run.history["step"]) >= mark, 60, "the loop goes on")
         os.kill(pids(looped)[number % 4], signal.SIGKILL)
         looped.wait_healthy(timeout=20, after=generation + 1)
-    result, num = finish(run, cell)
-    assert result.values == dict.fromkeys(range(4), num)
+    result, steps = finish(run, cell)
+    assert result.values == dict.fromkeys(range(4), steps)
     training.check_steps(run)
-    training.check_samples(looped, num)
+    training.check_samples(looped, steps)
     training.check_replicas(looped)
