@@ -1,59 +1,18 @@
 """A pipeline trains like any other strategy, and goes on when a stage is lost."""
 
-import random
-import time
-
 import numpy as np
 import pytest
 import training
 
 import nbdist
 
-CELL = """
-import torch
-from torch.nn import functional
-from torch.utils.data import TensorDataset
-from nbdist.train import Evaluate, Pipeline, Trainer, bench_model
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(240, 64, generator=generator)
-    return TensorDataset(inputs, torch.randint(0, 10, (240,), generator=generator))
-
-def make(**more):
-    usual = dict(model=bench_model, data=data(), loss=functional.cross_entropy, global_batch=48)
-    usual |= dict(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), clip_norm=1.0)
-    return Trainer(**(usual | dict(strategy=Pipeline(2, "1f1b", 4, copy_every=5)) | more))
-
-trainer = make()
-"""
-
-
-def passed(run, step):
-    return len(run.history["step"]) >= step
+CELL = training.cell_in_parts('Pipeline(2, "1f1b", 4, copy_every=5)')
 
 
 def test_a_stage_that_is_lost_comes_back(cluster, until):
     """Each rank is killed in turn, at random moments: the curve is that of an undisturbed run, bit
     for bit, and no more steps are done again than lie between two copies."""
-    engines, moment = cluster(2), random.Random(5)
-    engines.run(CELL)
-    run = engines.train("trainer", steps=1_000_000)
-    for number in range(4):
-        before, mark = engines.generation, len(run.history["step"]) + moment.randrange(7, 20)
-        until(lambda mark=mark: passed(run, mark), 60, "the run goes on")
-        time.sleep(moment.random() * 0.02)
-        engines.kill(number % 2)
-        engines.wait_healthy(60, after=before + 1)
-    mark = len(run.history["step"]) + 20
-    until(lambda: passed(run, mark), 60, "the run goes on")
-    run.stop()
-    num_steps = len(run.history["step"])
-    training.check_steps(run)
-    losses = training.undisturbed(engines, num_steps)
-    np.testing.assert_array_equal(run.history["loss"], losses)
-    assert len([i for i in run.incidents if i.kind == "lost"]) == 4
-    assert all(i.steps_repeated <= 6 for i in run.incidents), run.incidents
+    training.kill_each(cluster(2), until, CELL, num_kills=4, seed=5, rtol=0)
 
 
 def test_without_copies_a_lost_stage_ends_the_run(cluster, until):
@@ -62,7 +21,7 @@ def test_without_copies_a_lost_stage_ends_the_run(cluster, until):
     engines.run(CELL)
     engines.run("trainer = make(strategy=Pipeline(2, '1f1b', 4, copy_every=0))")
     run = engines.train("trainer", steps=1_000_000)
-    until(lambda: passed(run, 5), 60, "the run goes on")
+    until(lambda: training.passed(run, 5), 60, "the run goes on")
     engines.kill(1)
     with pytest.raises(nbdist.RecoveryFailed, match=r"stages \[1\] were lost with the weights"):
         run.wait(60)
@@ -83,7 +42,7 @@ def test_an_own_loop_lives_through_a_loss(cluster, background, until):
     engines = cluster(2)
     engines.run(CELL)
     cell = background(engines.run, LOOP)
-    until(lambda: engines.runs and passed(engines.runs[-1], 15), 60, "the cell trains")
+    until(lambda: engines.runs and training.passed(engines.runs[-1], 15), 60, "the cell trains")
     engines.kill(1)
     assert cell.result(60).outputs is not None
     run = engines.runs[-1]
@@ -117,7 +76,7 @@ def test_a_seat_that_stays_empty_has_the_model_cut_anew(cluster, until):
     mine = "make(strategy=Pipeline(world_size, '1f1b', 6, copy_every=5))"
     engines.run(CELL.replace("trainer = make()", f"trainer = {mine}"))
     run = engines.train("trainer", steps=1_000_000)
-    until(lambda: passed(run, 12), 60, "the run goes on")
+    until(lambda: training.passed(run, 12), 60, "the run goes on")
     engines.kill(1)
     until(lambda: set(run.history["world_size"][-3:]) == {2}, 60, "two ranks train on")
     engines.scale(3)
@@ -138,7 +97,7 @@ def test_stages_are_given_back_one_after_the_other(cluster, until):
     mine = "make(strategy=Pipeline(world_size, '1f1b', 4, copy_every=5))"
     engines.run(CELL.replace("trainer = make()", f"trainer = {mine}"))
     run = engines.train("trainer", steps=1_000_000)
-    until(lambda: passed(run, 8), 60, "the run goes on")
+    until(lambda: training.passed(run, 8), 60, "the run goes on")
     engines.scale(2)
     until(lambda: set(run.history["world_size"][-3:]) == {2}, 60, "two ranks train on")
     run.stop()

@@ -7,11 +7,6 @@ import training
 PERIOD = 4
 
 
-def passed(run, step):
-    """Whether so many steps are committed."""
-    return len(run.history["step"]) >= step
-
-
 def to_an_outer_step(engines, num_steps):
     """Train on until every fragment has been exchanged with what it is to come to."""
     run = engines.train("trainer", steps=PERIOD + -num_steps % PERIOD)
@@ -37,24 +32,7 @@ def test_killed_stopped_filled_and_grown(cluster, until, strategy):
         "from nbdist.train import DiLoCo, LocalSGD\n" + f"trainer = make(strategy={strategy})"
     )
     run = engines.train("trainer", steps=1_000_000)
-
-    def go_on(num=15):
-        mark = len(run.history["step"]) + num
-        until(lambda: passed(run, mark), 60, "the run goes on")
-
-    go_on()
-    for number, how in enumerate(["KILL", "KILL", "STOP"]):
-        before = engines.generation
-        engines.kill(number % 2, signal=how)
-        engines.wait_healthy(60, after=before + 1)
-        go_on()
-    engines.scale(3)
-    go_on()
-    engines.kill(2)
-    go_on()
-    engines.wait_healthy(60)
-    engines.scale(2)
-    go_on()
+    training.disturb(engines, run, until)
     run.stop()
     training.check_steps(run)
     assert set(run.history["world_size"]) >= {2, 3}

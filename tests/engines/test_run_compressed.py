@@ -7,11 +7,6 @@ import training
 STALL_S = 4 * 0.6
 
 
-def passed(run, step):
-    """Whether so many steps are committed."""
-    return len(run.history["step"]) >= step
-
-
 @pytest.mark.parametrize(
     "name",
     ["topk", "powersgd"]  # one that keeps a residual, one with state of its own
@@ -23,30 +18,12 @@ def test_killed_stopped_filled_and_grown(cluster, until, name):
     engines.run(training.cell(f"DataParallel(compress={name!r}, bucket_mb=0.25)"))
     run = engines.train("trainer", steps=1_000_000)
 
-    def go_on(num=15):
-        mark = len(run.history["step"]) + num
-        until(lambda: passed(run, mark), 60, "the run goes on")
+    def compare():
+        run.pause()
+        training.check_replicas(engines)
+        run.resume()
 
-    go_on()
-    for rank in (1, 0):
-        before = engines.generation
-        engines.kill(rank)
-        engines.wait_healthy(60, after=before + 1)
-        go_on()
-    run.pause()
-    training.check_replicas(engines)
-    run.resume()
-    before = engines.generation
-    engines.kill(1, signal="STOP")
-    engines.wait_healthy(60, after=before + 1)
-    go_on()
-    engines.scale(3)
-    go_on()
-    engines.kill(2)
-    go_on()
-    engines.wait_healthy(60)
-    engines.scale(2)
-    go_on()
+    training.disturb(engines, run, until, between=compare)
     run.stop()
     num_steps = len(run.history["step"])
     training.check_steps(run)
@@ -73,19 +50,15 @@ def test_the_last_one_trains_alone_for_a_while(cluster, until):
     run = engines.train("trainer", steps=1_000_000)
     left = "trainer._state.exchange._courier.codec.residual.total()"
 
-    def go_on():
-        mark = len(run.history["step"]) + 10
-        until(lambda: passed(run, mark), 60, "the run goes on")
-
-    go_on()
+    training.go_on(run, until)
     assert all(v > 0 for v in engines.run(left, once=True).values.values())
     engines.kill(0)
     until(lambda: run.history["world_size"][-1] == 1, 60, "it is alone")
-    go_on()
+    training.go_on(run, until)
     assert engines.run(left, once=True).values == {0: 0}
     engines.scale(2)
     until(lambda: run.history["world_size"][-1] == 2, 60, "another one has come")
-    go_on()
+    training.go_on(run, until)
     assert all(v > 0 for v in engines.run(left, once=True).values.values())
     run.stop()
     training.check_steps(run)

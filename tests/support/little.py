@@ -7,7 +7,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from nbdist.data import ByteText, pydoc_text
+from nbdist.errors import RecoveryFailed
 from nbdist.train import GPT, DataParallel, Evaluate, GPTConfig, Trainer, next_token_loss
+from nbdist.train.randomness import seeded
 
 FEATURES, CLASSES, WIDTH = 12, 5, 24
 
@@ -189,3 +191,29 @@ def check_lost(together, num_ranks, lost, trainer):
         assert step == 9
         assert its[-5:] == losses[-5:]
         assert its_digest == digest
+
+
+def check_nobody_has(together, make, said):
+    """Of three ranks two lose what they held, and what they had copied: all refuse with this
+    sentence, a pattern, instead of training on."""
+
+    def body(rank):
+        one = make()
+        one.fit(5)
+        if rank:
+            one = make()
+        one._state.exchange._is_new = True
+        with pytest.raises(RecoveryFailed, match=said):
+            one.fit(1)
+        return True
+
+    assert together(3, body) == [True] * 3
+
+
+def check_gathered(answers):
+    """Each rank has gathered the whole model, with the weights that it begins with."""
+    with seeded(0, torch.device("cpu")):
+        expected = {name: p.detach().numpy() for name, p in build().named_parameters()}
+    for gathered in answers:
+        assert set(gathered) == set(expected)
+        assert all((gathered[name] == expected[name]).all() for name in expected)

@@ -154,7 +154,33 @@ def passed(run, step):
     return len(run.history["step"]) >= step
 
 
-def kill_each(engines, until, cell, num_kills, seed):
+def go_on(run, until, num=15):
+    """Wait until so many more steps are committed."""
+    mark = len(run.history["step"]) + num
+    until(lambda: passed(run, mark), 60, "the run goes on")
+
+
+def disturb(engines, run, until, *, between=None):
+    """Of two ranks both are killed and one is stopped, each filled again; a third comes, is killed,
+    and is given back. `between`: called while both are there, after the kills."""
+    go_on(run, until)
+    for rank, how in ((1, "KILL"), (0, "KILL"), (1, "STOP")):
+        if how == "STOP" and between is not None:
+            between()
+        before = engines.generation
+        engines.kill(rank, signal=how)
+        engines.wait_healthy(60, after=before + 1)
+        go_on(run, until)
+    engines.scale(3)
+    go_on(run, until)
+    engines.kill(2)
+    go_on(run, until)
+    engines.wait_healthy(60)
+    engines.scale(2)
+    go_on(run, until)
+
+
+def kill_each(engines, until, cell, num_kills, seed, *, rtol=1e-5):
     """Kill ranks in turn, at random moments, and compare with a run that nothing happens to.
 
     Each rank holds a part of its own, and the cell has copies made every five steps.
@@ -173,6 +199,6 @@ def kill_each(engines, until, cell, num_kills, seed):
     run.stop()
     check_steps(run)
     losses = undisturbed(engines, len(run.history["step"]))
-    np.testing.assert_allclose(run.history["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(run.history["loss"], losses, rtol=rtol)
     assert len([i for i in run.incidents if i.kind == "lost"]) == num_kills
     assert all(i.steps_repeated <= 6 for i in run.incidents), run.incidents

@@ -15,7 +15,9 @@ from little import (
     FEATURES,
     Flaky,
     build,
+    check_gathered,
     check_lost,
+    check_nobody_has,
     check_own_loops,
     check_short_batches,
     check_sixty_steps,
@@ -30,14 +32,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from nbdist.errors import OutOfMemory, RecoveryFailed, WrongState
+from nbdist.errors import OutOfMemory, WrongState
 from nbdist.train import (
     DataParallel,
     Sharded,
     estimate,
     next_token_loss,
 )
-from nbdist.train.randomness import seeded
 from nbdist.train.strategies.axes import Portion
 
 
@@ -273,11 +274,7 @@ def test_what_one_rank_cannot_give(together):
             make(model=Scaled)
         return {name: value.numpy() for name, value in model.whole_parameters()}
 
-    with seeded(0, torch.device("cpu")):
-        expected = {name: p.detach().numpy() for name, p in build().named_parameters()}
-    for gathered in together(3, body):
-        assert set(gathered) == set(expected)
-        assert all((gathered[name] == expected[name]).all() for name in expected)
+    check_gathered(together(3, body))
 
 
 class Scaled(nn.Module):
@@ -304,17 +301,8 @@ def test_lost_rows_come_back_from_the_neighbour(together, lost):
 def test_rows_that_nobody_has_are_named(together, copy_every, why):
     """Nobody trains on with other weights: the sentence says whose were lost."""
 
-    def body(rank):
-        one = make(Sharded(copy_every=copy_every))
-        one.fit(5)
-        if rank:
-            one = make(Sharded(copy_every=copy_every))
-        one._state.exchange._is_new = True
-        with pytest.raises(RecoveryFailed, match=rf"rows of ranks 1, 2 of 3 were lost .*{why}"):
-            one.fit(1)
-        return True
-
-    assert together(3, body) == [True] * 3
+    said = rf"rows of ranks 1, 2 of 3 were lost .*{why}"
+    check_nobody_has(together, lambda: make(Sharded(copy_every=copy_every)), said)
 
 
 LAYERS, SIDE = 24, 1024

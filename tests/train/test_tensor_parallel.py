@@ -16,7 +16,9 @@ from little import (
     WIDTH,
     Flaky,
     build,
+    check_gathered,
     check_lost,
+    check_nobody_has,
     check_own_loops,
     check_short_batches,
     check_sixty_steps,
@@ -49,7 +51,6 @@ from nbdist.train import (
     estimate,
     next_token_loss,
 )
-from nbdist.train.randomness import seeded
 
 PAIRS = {
     "0.0": ColwiseParallel(),
@@ -352,11 +353,7 @@ def test_what_one_rank_cannot_give(together):
             copy.deepcopy(model)
         return {name: value.numpy() for name, value in model.whole_parameters()}
 
-    with seeded(0, torch.device("cpu")):
-        expected = {name: p.detach().numpy() for name, p in build().named_parameters()}
-    for gathered in together(3, body):
-        assert set(gathered) == set(expected)
-        assert all((gathered[name] == expected[name]).all() for name in expected)
+    check_gathered(together(3, body))
 
 
 def one_weight():
@@ -409,17 +406,8 @@ def test_lost_panels_come_back_from_the_neighbour(together, lost):
 def test_panels_that_nobody_has_are_named(together, copy_every, why):
     """Nobody trains on with other weights: the sentence says whose were lost."""
 
-    def body(rank):
-        one = make(pairs(copy_every=copy_every))
-        one.fit(5)
-        if rank:
-            one = make(pairs(copy_every=copy_every))
-        one._state.exchange._is_new = True
-        with pytest.raises(RecoveryFailed, match=rf"panels of ranks 1, 2 of 3 were lost .*{why}"):
-            one.fit(1)
-        return True
-
-    assert together(3, body) == [True] * 3
+    said = rf"panels of ranks 1, 2 of 3 were lost .*{why}"
+    check_nobody_has(together, lambda: make(pairs(copy_every=copy_every)), said)
 
 
 def test_a_newcomer_of_a_world_that_cannot_share_the_model(together, monkeypatch):
