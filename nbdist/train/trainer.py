@@ -172,6 +172,17 @@ class Trainer:
         return dict(exchange.ages) if isinstance(exchange, Service) else {}
 
     @property
+    def late_parts(self) -> dict[str, int]:
+        """What became of parts of synchronous steps that were applied without them.
+
+        Under "applied" those that went into a later step, under "dropped" those that went into
+        none; at a parameter server with a quorum, and at its replica. Elsewhere there are none.
+        """
+        exchange = self._state.exchange
+        late = exchange.late if isinstance(exchange, Service) else {}
+        return {name: late[name] for name in ("applied", "dropped") if late.get(name)}
+
+    @property
     def history(self) -> dict[str, NDArray[Any]]:
         """What `fit` has trained in this process: name -> values, one for each committed step."""
         return self._rows.columns()

@@ -98,6 +98,32 @@ def test_servers_die_while_several_train(cluster, until):
     going.end()
 
 
+@pytest.mark.timeout(200)
+def test_a_quorum_goes_on_without_who_is_stuck(cluster, until, tmp_path):
+    """Its part is dropped when it is lost, and that is counted; the seat is filled and trains."""
+    engines = cluster(3, hang_timeout_s=100.0)
+    engines.run(training.CELL)
+    engines.run(
+        "import os\n"
+        "from nbdist.train import ParameterServer\n"
+        "trainer = make(strategy=ParameterServer(quorum=1, replica=False))\n"
+        "def stay(*_):\n"
+        f"    mark = {str(tmp_path / 'stuck')!r}\n"
+        "    if rank == 2 and not os.path.exists(mark):\n"
+        "        open(mark, 'x').close()\n"
+        "        time.sleep(3600)\n"
+        "trainer.model.register_forward_hook(stay)"
+    )
+    going = Going(engines, until)
+    going.lose(2)
+    going.run.stop()
+    training.check_steps(going.run)
+    training.check_replicas(engines)
+    late = engines.run("trainer.late_parts", once=True).values
+    assert late[0]["dropped"] >= 1
+    assert late[1] == late[2] == {}
+
+
 def test_without_a_replica_the_server_takes_the_run_along(cluster, until):
     """The error says what was lost, and what would have kept it."""
     engines = start(cluster, 2, '"async"')

@@ -1,6 +1,7 @@
 """A parameter server and its workers: what they come to, what they send, and losses."""
 
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -46,13 +47,16 @@ def after(together, num, steps, strategy, **changes):
     return together(num, body)
 
 
-@pytest.mark.parametrize(("num", "optimizer"), [(2, adamw), (4, adamw), (4, None)])
-def test_with_all_of_them_it_is_a_step_of_all(together, num, optimizer):
+@pytest.mark.parametrize(
+    ("num", "optimizer", "strategy"),
+    [(2, adamw, SYNC), (4, adamw, SYNC), (4, None, SYNC), (5, adamw, ParameterServer(quorum=3))],
+)
+def test_with_all_of_them_it_is_a_step_of_all(together, num, optimizer, strategy):
     """Shares that differ weigh by their samples; the norm is that of the whole gradient."""
     changes = {"global_batch": 61, "accumulate": 2, "clip_norm": 0.5}
     changes |= {"optimizer": optimizer} if optimizer else {}
     whole = after(together, 1, 8, DataParallel(), **changes)[0][0]
-    for mine, step, _, _ in after(together, num, 8, SYNC, **changes):
+    for mine, step, _, _ in after(together, num, 8, strategy, **changes):
         np.testing.assert_allclose(mine, whole, rtol=0, atol=1e-6)
         assert step == 8
 
@@ -97,6 +101,52 @@ def test_each_step_is_applied_once_however_fast_its_worker(together, strategy, b
     assert sum(ages.values()) == 40
     assert bound is None or max(ages) <= bound
     assert all(history == [] for _, history, _, _ in outcomes[2:])
+
+
+def counted(trainer):
+    """What each step's samples weigh in what the server applies; is added to as it trains."""
+    parcels = trainer._state.exchange._parcels
+    mean, weights = parcels.mean, Counter()
+
+    def counting(pushes):
+        for push in pushes:
+            weights[int(push.asked.number)] += push.asked.weight
+        return mean(pushes)
+
+    parcels.mean = counting
+    return weights
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_quorum_does_not_wait_and_loses_nothing(together, tmp_path, scales):
+    """A worker is stuck in the first step until others are in the third: its part goes into a later
+    one. Each sample is applied once; server and replica are equal, buffers included."""
+    go_on = tmp_path / "on"
+
+    def body(rank):
+        strategy = ParameterServer(quorum=2, scale_lr=scales)
+        trainer = make(strategy, optimizer=adamw, model=normed)
+
+        def wait(*_):
+            number = trainer.step
+            if rank == 2 and number >= 2:
+                go_on.touch()
+            while rank == 4 and number == 0 and not go_on.exists():
+                time.sleep(0.01)
+
+        trainer.model.register_forward_hook(wait)
+        weights = counted(trainer)
+        history = trainer.fit(12)
+        steps = history["step"].tolist()
+        return values(trainer).tolist(), steps, weights, trainer.late_parts, trainer.step
+
+    outcomes = together(5, body)
+    assert all((mine, step) == (outcomes[0][0], 12) for mine, _, _, _, step in outcomes)
+    (_, steps, weights, late, _), (_, others, _, its, _) = outcomes[:2]
+    assert steps == others == list(range(12))
+    assert weights == dict.fromkeys(range(12), 60)
+    assert late == its
+    assert set(late) == {"applied"}
 
 
 def test_late_updates_may_count_less(together):

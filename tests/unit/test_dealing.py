@@ -113,6 +113,8 @@ def test_who_is_what(num, server, has_replica, roles):
         ({"mode": "bounded"}, "mode is 'bounded' and staleness None"),
         ({"mode": "async", "staleness": 3}, "mode is 'async' and staleness 3"),
         ({"mode": "bounded", "staleness": -1}, "staleness is -1"),
+        ({"quorum": 0}, "quorum is 0"),
+        ({"mode": "async", "quorum": 2}, "mode is 'async' and quorum 2"),
         ({"server": 1.5}, "server is 1.5"),
     ],
 )
@@ -127,4 +129,5 @@ def test_what_it_does_is_said():
     said = ParameterServer("bounded", staleness=4).describe()
     assert "after at most 4 others" in said
     assert "copy of the server" in said
+    assert "applied when 3 are there" in ParameterServer(quorum=3).describe()
     assert "copy" not in ParameterServer(replica=False, server=2).describe()

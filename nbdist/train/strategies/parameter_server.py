@@ -63,7 +63,11 @@ class ParameterServer:
     nothing. Without it, a run ends with its server."""
     scale_lr: bool = False
     """Whether an update that comes after t others that its worker had not seen is applied with the
-    rate divided by 1 + t."""
+    rate divided by 1 + t; in synchronous mode a late part counts that much less."""
+    quorum: int | None = None
+    """With "sync": of how many parts a step is applied without waiting for the others. A part that
+    comes later goes into the next step; where its worker is lost, or all come to stand before, it
+    is dropped (`Trainer.late_parts`). None: all."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -76,6 +80,13 @@ class ParameterServer:
             )
         if self.staleness is not None:
             check_whole("staleness", self.staleness, 0)
+        if self.quorum is not None:
+            check_whole("quorum", self.quorum, 1)
+            if self.mode != "sync":
+                raise ValueError(
+                    f"mode is {shown(self.mode)} and quorum {self.quorum}; the second goes with "
+                    'mode="sync" alone: elsewhere no worker waits for another'
+                )
 
     def check(self, terms: Terms) -> None:
         """Any trainer will do."""
@@ -90,12 +101,17 @@ class ParameterServer:
         return Service(
             module,
             lambda num_ranks: Roles.of(num_ranks, self.server, has_replica=self.replica),
-            Rules(self.mode == "sync", self.staleness, self.scale_lr),
+            Rules(self.mode == "sync", self.staleness, self.scale_lr, self.quorum),
         )
 
     def describe(self) -> str:
         """What it does and what it costs."""
         how = _HOW[self.mode].format(staleness=self.staleness)
+        if self.quorum is not None:
+            how = (
+                "Each step's batch is cut into parts for all workers that owe none, and applied "
+                f"when {self.quorum} are there; later ones go into the next step"
+            )
         copy = (
             " The next rank keeps a copy of the server, with three ranks or more; it is sent each "
             "gradient too, and trains nothing."

@@ -48,6 +48,27 @@ class Asked(NamedTuple):
     is_called: float = 0.0
     """To the replica, with STAND: a hold was asked for."""
     rate_factor: float = 1.0
+    num_late: float = 0.0
+    """To the replica: parts that were applied with a later step than theirs, until now."""
+    num_dropped: float = 0.0
+    """Parts of steps that were applied without them, and that will be in none."""
+    num_owed: float = 0.0
+    """Those that may still come."""
+
+    @property
+    def late(self) -> dict[str, int]:
+        """What is said of late parts."""
+        names = "applied", "dropped", "owed"
+        return dict(zip(names, map(int, self[-3:]), strict=True))
+
+
+class Push(NamedTuple):
+    """What a worker has sent."""
+
+    asked: Asked
+    values: list[Tensor | None]
+    factor: float = 1.0
+    """Times which its gradients count, beside their weight."""
 
 
 class Answered(NamedTuple):
@@ -99,13 +120,14 @@ class Parcels:
         for tensor, value in zip(self._tensors, self._parts(parcel), strict=True):
             tensor.detach().copy_(value)
 
-    def push(self, changed: Sequence[float]) -> list[Tensor | None]:
-        """Gradients, and buffers that have changed."""
-        buffers = zip(self._module.buffers(), changed, strict=True)
-        return [
-            *(parameter.grad for parameter in self._parameters),
-            *(buffer.detach() if has else None for buffer, has in buffers),
-        ]
+    def push(self, buffers: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients, and these buffers."""
+        return [*(parameter.grad for parameter in self._parameters), *buffers]
+
+    def buffers(self, changed: Sequence[float]) -> list[Tensor | None]:
+        """Those that have changed."""
+        pairs = zip(self._module.buffers(), changed, strict=True)
+        return [buffer.detach() if has else None for buffer, has in pairs]
 
     def numbers(self, asked: Asked) -> Tensor:
         """Numbers before a parcel of nothing, or before none."""
@@ -138,19 +160,28 @@ class Parcels:
             buffers=list(values[num:]),
         )
 
-    def mean(self, pushes: Sequence[tuple[Asked, list[Tensor | None]]]) -> list[Tensor | None]:
-        """Of parts of one batch: gradients weighted by what they count; buffers were already."""
-        total = sum(asked.weight for asked, _ in pushes)
+    def mean(self, pushes: Sequence[Push]) -> list[Tensor | None]:
+        """Of parts of batches: gradients weighted by what they count; buffers were already."""
+        total = sum(push.asked.weight for push in pushes)
         num = len(self._parameters)
         means: list[Tensor | None] = [None] * len(self._tensors)
-        for asked, values in pushes:
+        for asked, values, factor in pushes:
             for place, value in enumerate(values):
                 if value is None or (place < num and not asked.weight):
                     continue
-                part = value * (asked.weight / total) if place < num else value
+                part = value * (asked.weight / total * factor) if place < num else value
                 before = means[place]
                 means[place] = part.clone() if before is None else before + part
         return means
+
+    def with_buffers(
+        self, means: Sequence[Tensor | None], pushes: Sequence[Push]
+    ) -> list[Tensor | None]:
+        """The same, with buffers as parts have them; of whole numbers those of the first."""
+        num = len(self._parameters)
+        columns = zip(*(push.values[num:] for push in pushes), strict=True)
+        weights = [push.asked.weight for push in pushes]
+        return [*means[:num], *(_mean(column, weights) for column in columns)]
 
     def _parts(self, parcel: Tensor) -> list[Tensor]:
         parts, start = [], 0
@@ -160,6 +191,24 @@ class Parcels:
             parts.append(whole.view(tensor.dtype).view(tensor.shape))
             start += tensor.nbytes
         return parts
+
+
+def _mean(values: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
+    """Of those that there are; of whole numbers the first."""
+    pairs = [
+        (value, weight)
+        for value, weight in zip(values, weights, strict=True)
+        if value is not None and weight
+    ]
+    if not pairs:
+        return None
+    first, total = pairs[0][0], sum(weight for _, weight in pairs)
+    if not (first.is_floating_point() or first.is_complex()):
+        return first
+    mean = torch.zeros_like(first)
+    for value, weight in pairs:
+        mean += value * (weight / total)
+    return mean
 
 
 def asked_of(numbers: Tensor) -> Asked:

@@ -7,6 +7,7 @@ it has. Runs in the engine's main thread.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from nbdist.train.strategies.roles import Roles
     from nbdist.train.strategies.serving import Rules
 
+log = logging.getLogger(__name__)
+
 _NOTHING, _FRESH, _HELD = range(3)
 """What a rank has of the server's state: nothing, what it was made with or has loaded, all."""
 
@@ -51,6 +54,9 @@ class Service(OfWhole):
         self.place = Place(0, 1)
         self.ages: Counter[int] = Counter()
         """How many updates were applied so many others after their parameters."""
+        self.late: Counter[str] = Counter()
+        """Parts of synchronous steps that were applied without them: "applied" with a later one,
+        "dropped", or "owed" still."""
         self._roles_of, self._rules = roles_of, rules
         self._parcels = Parcels(module)
         self._own = Place(0, 1)
@@ -72,6 +78,8 @@ class Service(OfWhole):
         self._answer: tuple[Answered, Tensor] | None = None
         self._vote: list[float] | None = None
         """Of the step that went backward last."""
+        self._buffers: list[Tensor | None] = []
+        """With a quorum: those that it has changed, as this rank has them."""
         self._wants_hold = False
 
     @property
@@ -111,7 +119,8 @@ class Service(OfWhole):
         self.place = self._own
         keeper.go_to(self._dealer.low)
         if rank == roles.server:
-            Serving(self._rules, roles, self._parcels, self._dealer, keeper, self.ages).run()
+            counts = self.ages, self.late
+            Serving(self._rules, roles, self._parcels, self._dealer, keeper, *counts).run()
         else:
             self._follow(keeper, self._dealer)
         return True
@@ -149,9 +158,9 @@ class Service(OfWhole):
         rank, state, dealt = self._own.at, b"", b""
         if rank == giver:
             assert self._dealer is not None
-            ages = dict(self.ages)
+            counts = {"ages": dict(self.ages), "late": dict(self.late)}
             state = keeper.copy()
-            dealt = meeting.packed({"dealer": self._dealer.packed(), "ages": ages})
+            dealt = meeting.packed({"dealer": self._dealer.packed()} | counts)
         state = meeting.pass_on(state, giver, receivers, rank)
         dealt = meeting.pass_on(dealt, giver, receivers, rank)
         if rank in receivers:
@@ -159,7 +168,7 @@ class Service(OfWhole):
             loaded = meeting.unpacked(dealt)
             self._dealer = Dealer(staleness=self._rules.staleness)
             self._dealer.load(loaded["dealer"])
-            self.ages = Counter(loaded["ages"])
+            self.ages, self.late = Counter(loaded["ages"]), Counter(loaded["late"])
 
     def _take_part(self, keeper: Keeper, rows: Sequence[Sequence[int]]) -> None:
         """In the role that this rank has now."""
@@ -172,6 +181,9 @@ class Service(OfWhole):
             return
         self._dealt = self._push = self._answer = None
         self._known = -1
+        if num_owed := self.late.pop("owed", 0):
+            self.late["dropped"] += num_owed
+            log.warning("%d late parts are dropped: their group has ended", num_owed)
         assert self._dealer is not None
         self._dealer.begin()
         for worker in self._roles.workers if not self._rules.is_sync else ():
@@ -213,6 +225,8 @@ class Service(OfWhole):
             dealer.note(int(asked.number))
             row = keeper.apply(parcels.update(asked, values))
             self.ages[int(asked.version)] += 1
+            for name, num in asked.late.items():
+                self.late[name] = num
             keeper.report(row)  # the server may be gone by now
             WORKS.wait([dist.isend(torch.ones(1), server, tag=TAG)])
 
@@ -273,6 +287,9 @@ class Service(OfWhole):
     def sum_vote(self, vote: list[float]) -> list[float]:
         """Nobody else has this step; that all are to stand, the server is told."""
         self._vote, self._wants_hold = vote, bool(vote[HOLD])
+        if self._rules.quorum is not None and self._dealer is None:
+            changed = self._parcels.buffers(vote[FIRST_BUFFER:])
+            self._buffers = [None if its is None else its.clone() for its in changed]
         return [0.0 if place == HOLD else value for place, value in enumerate(vote)]
 
     def commit(self, *, is_applied: bool, factor: float) -> None:  # noqa: ARG002 - nothing was left out
@@ -294,10 +311,11 @@ class Service(OfWhole):
             float(is_applied),
             float(self._wants_hold),
         )
-        values = self._parcels.push(
-            vote[FIRST_BUFFER:] if is_applied else [0.0] * len(vote[FIRST_BUFFER:])
-        )
-        self._push = self._parcels.pack(asked, values)
+        changed = vote[FIRST_BUFFER:] if is_applied else [0.0] * len(vote[FIRST_BUFFER:])
+        buffers = self._parcels.buffers(changed)
+        if self._rules.quorum is not None and is_applied:
+            buffers, self._buffers = self._buffers, []
+        self._push = self._parcels.pack(asked, self._parcels.push(buffers))
         self._answer = self._call(self._push)
         self._push = self._dealt = None
 
@@ -310,6 +328,7 @@ class Service(OfWhole):
         self._is_fresh = self._is_new = True
         self._known = -1
         self.ages.clear()
+        self.late.clear()
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks."""
