@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nbdist.train.checks import check_whole, shown
+from nbdist.train.compression.quantise import sent_bytes
 from nbdist.train.needs import Estimate, Need
 from nbdist.train.strategies import actions, schedules, splitting
 from nbdist.train.strategies.axes import Axes, Portion
@@ -21,6 +22,7 @@ from nbdist.train.strategies.diloco import DiLoCo
 from nbdist.train.strategies.divided import without_memory
 from nbdist.train.strategies.local_sgd import LocalSGD
 from nbdist.train.strategies.mesh import Mesh
+from nbdist.train.strategies.outer import cut
 from nbdist.train.strategies.parameter_server import ParameterServer
 from nbdist.train.strategies.pipeline import Pipeline
 from nbdist.train.strategies.roles import Roles
@@ -216,15 +218,21 @@ def _with_copies(needs: list[Need], copy_every: int) -> tuple[Need, ...]:
 def _of_apart(strategy: LocalSGD | DiLoCo, asked: _Asked) -> Estimate:
     """Everything everywhere, and what is shared; parameters are summed once in a period."""
     trained = [p for p in asked.model.parameters() if p.requires_grad]
-    is_halved = isinstance(strategy, DiLoCo) and strategy.compress is not None
-    num_bytes = sum(p.numel() * (2 if is_halved else p.itemsize) for p in trained)
+    n, compress = asked.num_ranks, strategy.compress if isinstance(strategy, DiLoCo) else None
+    if isinstance(strategy, DiLoCo) and compress == "int8":
+        fragments = cut(asked.model, strategy.fragments, None)
+        sizes = [sum(p.numel() for p in fragment.parameters) for fragment in fragments]
+        sent = float(sum(sent_bytes(size, n) for size in sizes))
+    else:
+        num_bytes = sum(p.numel() * (2 if compress else p.itemsize) for p in trained)
+        sent = 2 * _in_ring(n) * num_bytes
     kept = 2 if isinstance(strategy, DiLoCo) and strategy.momentum else 1
     need = asked.need(
         {name: (p, tuple(p.shape)) for name, p in asked.model.named_parameters()},
         copies=kept * _num_bytes(trained),
-        sent=round(2 * _in_ring(asked.num_ranks) * num_bytes / strategy.period),
+        sent=round(sent / strategy.period),
     )
-    return Estimate(strategy, (need,) * asked.num_ranks)
+    return Estimate(strategy, (need,) * n)
 
 
 def _of_server(strategy: ParameterServer, asked: _Asked) -> Estimate:

@@ -21,6 +21,10 @@ def to_an_outer_step(engines, num_steps):
         pytest.param(
             f"DiLoCo({PERIOD}, fragments=2, delay=1, momentum=0.3)", marks=pytest.mark.slow
         ),
+        pytest.param(
+            f"DiLoCo({PERIOD}, fragments=2, delay=1, momentum=0.3, compress='int8')",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_killed_stopped_filled_and_grown(cluster, until, strategy):

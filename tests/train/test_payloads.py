@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 from nbdist.protocol.traffic import Axis, Op, Road
 from nbdist.train import (
     DataParallel,
+    DiLoCo,
     LocalSGD,
     ParameterServer,
     Pipeline,
@@ -110,6 +111,24 @@ def test_ranks_that_train_apart_hand_over_parameters_once_in_a_period(together):
 
     whole = of(LocalSGD(4))[0].parameters
     assert together(NUM, body) == [2 * whole] * NUM
+
+
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_outer_gradients_are_what_the_estimate_says(together, compress):
+    """On average over a period: 2Ψ/H, times (n−1)/n; or as many codes and scales."""
+    strategy = DiLoCo(4, fragments=2, delay=1, compress=compress)
+
+    def body(_):
+        make(strategy).fit(8)
+        return sum(
+            road.sent_bytes(num)
+            for step, roads in payloads().items()
+            for road, num in roads.items()
+            if road.axis is Axis.DATA and step > 0
+        )
+
+    for need, sent in zip(of(strategy), together(NUM, body), strict=True):
+        assert round(sent / 8) == need.sent
 
 
 def test_a_server_and_its_workers_send_the_model(together):

@@ -123,7 +123,7 @@ def test_who_lacks_what():
         ({"period": 6, "momentum": 1}, "momentum is 1; .* less than 1"),
         ({"period": 6, "mixing": 1.5}, "mixing is 1.5; .* at most 1"),
         ({"period": 6, "outer_lr": 0}, "outer_lr is 0"),
-        ({"period": 6, "compress": "int8"}, "compress is 'int8'"),
+        ({"period": 6, "compress": "int4"}, "compress is 'int4'"),
     ],
 )
 def test_settings_that_cannot_be(settings, words):

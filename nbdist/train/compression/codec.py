@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from nbdist.train.compression.parcel import Parcel, Wait
+    from nbdist.train.compression.parcel import Parcel
     from nbdist.train.compression.residual import Residual
+    from nbdist.train.compression.rounds import Wait
 
 
 class Codec(Protocol):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nbdist.train.compression.parcel import Parcel, Wait
+    from nbdist.train.compression.parcel import Parcel
+    from nbdist.train.compression.rounds import Wait
 
 _DEPENDENT = 1e-6
 """A column that keeps a smaller share of its length depends on those before it."""

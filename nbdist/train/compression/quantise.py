@@ -26,11 +26,12 @@ import torch
 from nbdist.train.compression.residual import Residual
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from torch import Tensor
 
-    from nbdist.train.compression.parcel import Parcel, Wait
+    from nbdist.train.compression.parcel import Parcel
+    from nbdist.train.compression.rounds import Rounds, Wait
 
 BLOCK = 256
 """Numbers that share a scale."""
@@ -72,23 +73,63 @@ class Quantise:
     def rounds(self, parcel: Parcel) -> Generator[Wait, None, None]:
         """The vote goes to every rank with its piece, as it is, and each adds them up."""
         self.residual.add_to(parcel.flat, parcel.parameters)
-        num, num_ranks = len(parcel.flat), parcel.num_ranks
-        length = -(-num // (num_ranks * BLOCK)) * BLOCK
-        left = torch.zeros((num_ranks, length), device=parcel.flat.device)
-        left.view(-1)[:num] = parcel.flat
-        coded = encode(left)
-        left -= decode(coded)
-        self.residual.note(left.view(-1)[:num], parcel.parameters)
-        votes = parcel.vote.view(torch.uint8).expand(num_ranks, -1)
-        rows = yield from parcel.all_to_all(torch.cat([_packed(coded), votes], 1))
-        vote_bytes = votes.shape[1]
-        mine = _sum_rows(decode(_unpacked(rows[:, : rows.shape[1] - vote_bytes], length)))
-        vote = _sum_rows(rows[:, rows.shape[1] - vote_bytes :].contiguous().view(torch.float32))
-        again = encode(mine[None])
-        left[parcel.rank] += mine - decode(again)[0]
-        result = _unpacked((yield from parcel.all_gather(_packed(again)[0])), length)
-        is_finite = bool(result.scales.isfinite().all())
-        parcel.put(decode(result).view(-1)[:num], vote, is_finite=is_finite)
+        total = yield from summed(
+            parcel,
+            parcel.flat,
+            parcel.vote,
+            lambda left: self.residual.note(left, parcel.parameters),
+        )
+        parcel.put(total.flat, total.beside, is_finite=total.is_finite)
+
+
+class Total(NamedTuple):
+    """What is the same on all ranks."""
+
+    flat: Tensor
+    beside: Tensor
+    is_finite: bool
+
+
+def sent_bytes(num: int, num_ranks: int) -> int:
+    """What a rank sends for so many numbers: each other rank's piece to it, and one piece's sum."""
+    piece = _length(num, num_ranks) // BLOCK * (BLOCK + _SCALE_BYTES)
+    return 2 * (num_ranks - 1) * piece
+
+
+def summed(
+    rounds: Rounds, flat: Tensor, beside: Tensor, note: Callable[[Tensor], None]
+) -> Generator[Wait, None, Total]:
+    """Sum numbers over all ranks, as codes.
+
+    Args:
+        rounds: the collectives.
+        flat: the numbers, in float32.
+        beside: some that go along as they are; none: there are none.
+        note: is given what this rank has not sent of its numbers, before the last round. The last
+            round may still write to it.
+    """
+    num, num_ranks = len(flat), rounds.num_ranks
+    length = _length(num, num_ranks)
+    left = torch.zeros((num_ranks, length), device=flat.device)
+    left.view(-1)[:num] = flat
+    coded = encode(left)
+    left -= decode(coded)
+    note(left.view(-1)[:num])
+    votes = beside.view(torch.uint8).expand(num_ranks, -1)
+    rows = yield from rounds.all_to_all(torch.cat([_packed(coded), votes], 1))
+    vote_bytes = votes.shape[1]
+    mine = _sum_rows(decode(_unpacked(rows[:, : rows.shape[1] - vote_bytes], length)))
+    vote = _sum_rows(rows[:, rows.shape[1] - vote_bytes :].contiguous().view(torch.float32))
+    again = encode(mine[None])
+    left[rounds.rank] += mine - decode(again)[0]
+    result = _unpacked((yield from rounds.all_gather(_packed(again)[0])), length)
+    is_finite = bool(result.scales.isfinite().all())
+    return Total(decode(result).view(-1)[:num], vote, is_finite)
+
+
+def _length(num: int, num_ranks: int) -> int:
+    """Of a rank's piece, in numbers: whole blocks."""
+    return -(-num // (num_ranks * BLOCK)) * BLOCK
 
 
 def _packed(coded: Coded) -> Tensor:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbdist.train.compression.parcel import Parcel, Wait
+    from nbdist.train.compression.parcel import Parcel
+    from nbdist.train.compression.rounds import Wait
 
 
 class Reduced:

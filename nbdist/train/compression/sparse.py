@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nbdist.train.compression.parcel import Parcel, Wait
+    from nbdist.train.compression.parcel import Parcel
+    from nbdist.train.compression.rounds import Wait
 
 _BITS = 8
 """In a byte."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbdist.train.strategies.base import Keeper
+    from nbdist.train.strategies.flight import Wire
     from nbdist.train.strategies.meeting import Stand
     from nbdist.train.strategies.outer import Calendar, Fragment, Kept
 
@@ -48,7 +49,7 @@ class Apart(OfWhole):
         fragments: Sequence[Fragment],
         *,
         mixing: float = 0.0,
-        wire: torch.dtype | None = None,
+        wire: Wire = None,
     ) -> None:
         super().__init__(module)
         self.place = Place(0, 1)
@@ -94,16 +95,18 @@ class Apart(OfWhole):
             return has_changed
         fragment = self._fragments[calendar.fragment(number)]
         if self._flight is None:
-            self._flight = Flight(fragment.said(), fragment.count)
+            self._flight = Flight(fragment.said(), fragment.count, fragment.unsent)
             fragment.count = 0.0
         if not self._flight.is_sent:
-            self._flight.send(self.sum_, self._wire, calendar.fragment(number))
+            ident = calendar.fragment(number)
+            self._flight.send(self.sum_, self._wire, ident, self.place)
         if keeper.step < calendar.ends(number):
             return has_changed
         means = self._flight.received()
         if all(bool(mean.isfinite().all()) for mean in means):
             fragment.go(means)
             fragment.take(self._mixing)
+            fragment.unsent = self._flight.unsent()
         else:  # the same bits, and the same decision, on all ranks
             fragment.take()
             self.num_lost += self.place.num_places * calendar.period
@@ -188,10 +191,12 @@ class Apart(OfWhole):
             self._flight = None
             for fragment in self._fragments:
                 fragment.take()
-                fragment.count = 0.0
+                fragment.count, fragment.unsent = 0.0, []
         elif Lack.END in lack:
+            fragment, flight = self._fragments[self._calendar.fragment(number)], self._flight
+            fragment.take(self._mixing)
+            fragment.unsent = [] if flight is None else flight.unsent()
             self._flight = None
-            self._fragments[self._calendar.fragment(number)].take(self._mixing)
 
     def _shared(self) -> dict[str, Any]:
         """What all ranks have alike."""
@@ -293,6 +298,7 @@ class Apart(OfWhole):
             "num_lost": self.num_lost,
             "flight": None if self._flight is None else self._flight.own(),
             "counts": {names[id(p)]: its.count for its in self._fragments for p in its.parameters},
+            "unsent": [its.unsent for its in self._fragments],
             "weights": {
                 names[id(p)]: its.count + (flying if its is next_one else 0.0)
                 for its in self._fragments
@@ -316,5 +322,6 @@ class Apart(OfWhole):
         self._num_ended, flight = kept.own["num_ended"], kept.own["flight"]
         self._flight = None if flight is None else Flight(**flight)
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        for fragment in self._fragments:
+        for fragment, unsent in zip(self._fragments, kept.own["unsent"], strict=True):
+            fragment.unsent = unsent
             fragment.count = kept.own["counts"][names[id(fragment.parameters[0])]]

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbdist.train.strategies.base import Terms
+    from nbdist.train.strategies.flight import Wire
 
-_HALVES: dict[str | None, torch.dtype | None] = {
+_WIRES: dict[str | None, Wire] = {
     None: None,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
+    "int8": "int8",
 }
+_SHARES = {None: 2.0, "fp16": 1.0, "bf16": 1.0, "int8": 65 / 128}
+"""(n−1)/n times the parameters' bytes, in float32, that a rank sends in a period."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,9 @@ class DiLoCo:
     """Steps that are trained while an outer step goes on; less than period / fragments."""
     mixing: float = 0.0
     """What part of its own parameters a rank keeps when an outer step ends: from 0, none, to 1."""
-    compress: Literal["fp16", "bf16"] | None = None
-    """How outer gradients travel; None: as they are. What rounding leaves out is lost."""
+    compress: Literal["fp16", "bf16", "int8"] | None = None
+    """How outer gradients travel; None: as they are. What rounding to 16 bits leaves out is lost;
+    what codes of 8 bits leave out each rank adds to its next outer gradient."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -68,7 +73,7 @@ class DiLoCo:
         check_whole("fragments", self.fragments, 1)
         check_whole("delay", self.delay, 0)
         _check_between("mixing", self.mixing, is_below=False)
-        check_one_of("compress", self.compress, tuple(_HALVES))
+        check_one_of("compress", self.compress, tuple(_WIRES))
         if self.period % self.fragments:
             raise ValueError(
                 f"period is {self.period} and fragments {self.fragments}; the first must be a "
@@ -95,14 +100,14 @@ class DiLoCo:
             Calendar(self.period, self.fragments, self.delay),
             cut(module, self.fragments, Rule(self.outer_lr, self.momentum, self.nesterov)),
             mixing=self.mixing,
-            wire=_HALVES[self.compress],
+            wire=_WIRES[self.compress],
         )
 
     def describe(self) -> str:
         """What it does and what it costs."""
         parts = "" if self.fragments == 1 else f", in {self.fragments} parts one after the other"
         wait = f" while {self.delay} steps are trained" if self.delay else ""
-        bits = 2 if self.compress is None else 1
+        share = _SHARES[self.compress]
         kept = " and a momentum" if self.momentum else ""
         kind = "Nesterov momentum" if self.nesterov else "momentum"
         return (
@@ -110,7 +115,7 @@ class DiLoCo:
             f"optimizer of its own; every {self.period} steps{parts} the mean of how far ranks "
             f"have come is taken{wait}, and SGD with rate {self.outer_lr:g} and {kind} "
             f"{self.momentum:g} makes a step of it. A rank sends "
-            f"{bits / self.period:.3g}(n−1)/n times the parameters' bytes a step, and a vote of "
+            f"{share / self.period:.3g}(n−1)/n times the parameters' bytes a step, and a vote of "
             f"some bytes in every step. It keeps the parameters of the last outer step{kept}."
         )
 

@@ -72,13 +72,15 @@ class Fragment:
     """Of the outer optimizer, likewise."""
     count: float = 0.0
     """What this rank has trained on since it has last said how far it has come."""
+    unsent: list[Tensor] = field(default_factory=list)
+    """What codes have left out of what this rank had to say; none: nothing."""
 
     def start(self) -> None:
         """The parameters are the same on all ranks now: begin."""
         self.anchors = [parameter.detach().clone() for parameter in self.parameters]
         has_momentum = self.rule is not None and self.rule.momentum > 0
         self.momenta = [torch.zeros_like(anchor) for anchor in self.anchors if has_momentum]
-        self.count = 0.0
+        self.count, self.unsent = 0.0, []
 
     def said(self) -> list[Tensor]:
         """What this rank has to say: its parameters, or how far they have come from the anchors."""
