@@ -29,6 +29,7 @@ __all__ = [
     "RecoveryFailed",
     "RunEnded",
     "SaveAbandoned",
+    "SegmentGone",
     "StartFailed",
     "TargetError",
     "WrongState",
@@ -102,6 +103,10 @@ class SaveAbandoned(NbdistError):
 
     Earlier ones are as they were, and so is the training.
     """
+
+
+class SegmentGone(NbdistError):
+    """What was pushed through shared memory cannot be reached from an engine; push it again."""
 
 
 class RankError(NbdistError):

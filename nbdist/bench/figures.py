@@ -297,6 +297,28 @@ FIGURES = (
         unit="×",
         bound=1.3,
     ),
+    Figure(
+        benchmark="push",
+        label="256 MiB to 4 engines, push of ipyparallel",
+        value="ipyparallel push A",
+        unit="ms",
+    ),
+    Figure(
+        benchmark="push",
+        label="256 MiB to 4 engines, 1 GB/s to each, median",
+        value="push",
+        unit="ms",
+        bound=0.268,
+        judged="median",
+    ),
+    Figure(
+        benchmark="push",
+        label="256 MiB to 4 engines / push of ipyparallel",
+        value="push",
+        per="ipyparallel push",
+        unit="×",
+        bound=1 / 8,
+    ),
     *_losses(4),
     *_losses(8),
     Figure(

@@ -13,6 +13,7 @@ from nbdist.bench import (
     lifetime,
     loss,
     pipelines,
+    pushes,
     recovery,
     roundtrip,
     steps,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from nbdist.bench.figures import Samples
     from nbdist.bench.plan import Plan
 
-_IN_FOUR = ("roundtrip", "loss", "raise", "supervisor", "scale", "shutdown", "memory")
+_IN_FOUR = ("roundtrip", "push", "loss", "raise", "supervisor", "scale", "shutdown", "memory")
 
 
 def play(plan: Plan, samples: Samples, *, say: Callable[[str], None]) -> list[str]:
@@ -84,6 +85,8 @@ def _use_four(number: int, plan: Plan, samples: Samples) -> None:
         # Late, since cells that succeeded are replayed to the newcomers of the losses.
         if plan.wants("roundtrip"):
             roundtrip.measure(cluster, plan.num_pairs, samples)
+        if plan.wants("push"):
+            pushes.measure(cluster, samples)
         if plan.wants("supervisor"):
             lifetime.replace_supervisor(cluster, samples)
         if plan.wants("scale"):

@@ -21,7 +21,7 @@ _START_LIMIT_S = 60.0
 
 def measure(cluster: Cluster, num_pairs: int, samples: Samples) -> None:
     """Each cell between two executes."""
-    with _peer(cluster.world_size) as view:
+    with peer(cluster.world_size) as view:
 
         def execute() -> None:
             view.execute(_CODE, block=True)
@@ -33,19 +33,20 @@ def measure(cluster: Cluster, num_pairs: int, samples: Samples) -> None:
             execute()
             run_cell()
         for number in range(num_pairs):
-            before, cell, after = _time(execute), _time(run_cell), _time(execute)
+            before, cell, after = timed(execute), timed(run_cell), timed(execute)
             samples.add_reference("execute", before, after, number=number)
             samples.add("cell", cell)
 
 
-def _time(function: Callable[[], None]) -> float:
+def timed(function: Callable[[], None]) -> float:
+    """Seconds that a call takes."""
     began = time.monotonic()
     function()
     return time.monotonic() - began
 
 
 @contextmanager
-def _peer(num_engines: int) -> Iterator[Any]:
+def peer(num_engines: int) -> Iterator[Any]:
     """A view of all engines of an ipyparallel cluster as it comes, with a profile of its own."""
     import ipyparallel  # noqa: PLC0415 - only this benchmark needs it here
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BENCHMARKS = (
     "start",
     "roundtrip",
+    "push",
     "loss",
     "raise",
     "supervisor",

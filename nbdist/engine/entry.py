@@ -27,7 +27,7 @@ from nbdist.engine.digests import parameters_digest
 from nbdist.engine.group import Groups
 from nbdist.engine.handover import Giving
 from nbdist.engine.kernel import CellKernel
-from nbdist.engine.namespace import OURS, to_cpu
+from nbdist.engine.namespace import OURS, push_again, to_cpu
 from nbdist.engine.output import open_log
 from nbdist.engine.port import is_trainer
 from nbdist.engine.runs import Runs
@@ -248,6 +248,7 @@ class Engine:
 
     async def _replay(self, order: od.ReplayJournal) -> None:
         failed: list[str] = []
+        unbound: dict[str, str] = {}
         if order.entries:
             self._groups.form_fake(order.rank, order.world_size)
             rebind.silence()
@@ -256,6 +257,7 @@ class Engine:
             with contextlib.redirect_stdout(open_log()), contextlib.redirect_stderr(open_log()):
                 self._shell.display_pub.register_hook(_drop)
                 for entry in order.entries:
+                    push_again(self.push, entry.values, unbound)
                     failed += await self._replay_one(entry)
                 self._shell.display_pub.unregister_hook(_drop)
             self._runs.is_replaying = False
@@ -263,10 +265,13 @@ class Engine:
             self._groups.destroy()
         self._replayed = order.until
         self._agent.hello = self._hello()
-        self._agent.tell(ev.JournalReplayed(slot=self._slot, pid=os.getpid(), failed=tuple(failed)))
+        self._agent.tell(
+            ev.JournalReplayed(
+                slot=self._slot, pid=os.getpid(), failed=(*failed, *unbound.values())
+            )
+        )
 
     async def _replay_one(self, entry: od.Entry) -> list[str]:
-        self.push(entry.values)
         if not entry.code.strip():
             return []
         first = entry.code.strip().splitlines()[0]

@@ -17,7 +17,7 @@ from nbdist.engine.port import Drivable, is_trainer
 from nbdist.protocol import values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,19 @@ def take_names(user_ns: dict[str, Any], data: bytes, names: Iterable[str]) -> di
         except Exception as error:  # noqa: BLE001 - as above; the reason is told
             failed[name] = f"could not be taken over: {type(error).__name__}: {error}"
     return failed
+
+
+def push_again(
+    push: Callable[[dict[str, bytes]], None], packed: Mapping[str, bytes], failed: dict[str, str]
+) -> None:
+    """In a replay: bind what was pushed; note the names that cannot be, until they can."""
+    for name, data in packed.items():
+        try:
+            push({name: data})
+        except Exception as error:  # noqa: BLE001 - as above; the reason is told
+            failed[name] = f"push of {name}: {type(error).__name__}: {error}"
+        else:
+            failed.pop(name, None)
 
 
 def to_cpu(value: Any) -> Any:

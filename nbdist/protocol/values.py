@@ -5,6 +5,8 @@ They are pickles: only for roads on which both ends have shown a key. Pure.
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -12,17 +14,38 @@ import cloudpickle
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+Lend = Callable[[Any], tuple[Any, ...] | None]
 
-def pack(value: Any) -> bytes:
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Asks first whether a value is said in another way."""
+
+    def __init__(self, file: io.BytesIO, lend: Lend) -> None:
+        super().__init__(file, protocol=5)
+        self._lend = lend
+
+    def reducer_override(self, value: Any) -> Any:
+        """Called by pickle for each object."""
+        said = self._lend(value)
+        return super().reducer_override(value) if said is None else said
+
+
+def pack(value: Any, lend: Lend = lambda _: None) -> bytes:
     """Bytes of a value; functions and classes of a notebook too.
+
+    Args:
+        value: which.
+        lend: gives for a value how it is said in place of its bytes, as `__reduce__` does, or None.
 
     Raises whatever pickling raises.
     """
-    return bytes(cloudpickle.dumps(value, protocol=5))
+    file = io.BytesIO()
+    _Pickler(file, lend).dump(value)
+    return file.getvalue()
 
 
-def pack_named(named: Mapping[str, Any]) -> dict[str, bytes]:
-    """The values of names.
+def pack_named(named: Mapping[str, Any], lend: Lend = lambda _: None) -> dict[str, bytes]:
+    """The values of names, packed as `pack` does.
 
     Raises:
         TypeError: one cannot be packed; the message names it.
@@ -30,7 +53,7 @@ def pack_named(named: Mapping[str, Any]) -> dict[str, bytes]:
     packed = {}
     for name, value in named.items():
         try:
-            packed[name] = pack(value)
+            packed[name] = pack(value, lend)
         except Exception as error:
             kind = type(value).__name__
             text = f"{name} (a {kind}) cannot be sent: {error}. Nothing was sent"

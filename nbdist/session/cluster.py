@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from nbdist.errors import NbdistError, NotStarted, RecoveryFailed, StartFailed
 from nbdist.gpus import own_use
 from nbdist.processes import end_processes
-from nbdist.protocol import calls, values
+from nbdist.protocol import calls
 from nbdist.protocol import orders as od
 from nbdist.session.cells import Cells, Watch
 from nbdist.session.client import EngineClient
@@ -113,8 +113,8 @@ class Cluster:
     def warnings(self) -> list[str]:
         """What the user should know about how this cluster runs."""
         is_any_slow = any(seat.slow_factor > 1 for seat in self._seen.seats)
-        risk = self._risk if is_any_slow else []
-        return [*self._seen.notes, *crowding(self._seen.size), *risk, *own_use()]
+        ours = [*(self._risk if is_any_slow else []), *self._calls.notes]
+        return [*self._seen.notes, *crowding(self._seen.size), *ours, *own_use()]
 
     @property
     def logs(self) -> Path:
@@ -164,8 +164,7 @@ class Cluster:
         Raises:
             TypeError: a value cannot be sent; the message says which, and why.
         """
-        packed = values.pack_named(named)
-        self._calls.push(self._chosen(ranks), packed)
+        self._calls.push(self._chosen(ranks), named)
 
     def pull(
         self, name: str, *, ranks: int | Iterable[int] | None = None, as_numpy: bool = False
@@ -175,8 +174,7 @@ class Cluster:
         Raises:
             CellFailed: the name is not bound on a rank, or its value cannot be sent.
         """
-        packed = self._calls.look(calls.PULL, self._chosen(ranks), name, as_numpy=as_numpy)
-        return {rank: values.unpack(data) for rank, data in packed.items()}
+        return self._calls.pull(self._chosen(ranks), name, as_numpy=as_numpy)
 
     def parameter_digest(self, name: str) -> dict[int, str]:
         """Rank -> sha256 of all parameters of the trainer or Module that a variable holds.
@@ -333,6 +331,7 @@ class Cluster:
             return
         self._is_shut_down = True
         self._cells.on_world_gone("the cluster was shut down while the cell ran")
+        self._calls.close()
         self.on_shutdown()
         try:
             self._runs.shut_down()

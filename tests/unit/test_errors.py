@@ -22,7 +22,7 @@ def test_there_is_one_tree():
     interrupt is none, since `except Exception` must not swallow it."""
     others = {"named_error", "CellInterrupted"}
     classes = [getattr(errors, name) for name in errors.__all__ if name not in others]
-    assert len(classes) == 16
+    assert len(classes) == 17
     assert issubclass(errors.CellInterrupted, KeyboardInterrupt)
     for cls in classes:
         assert issubclass(cls, NbdistError)
