@@ -164,6 +164,7 @@ class GatheredPieces(Gathered):
         there = {
             name: Piece(tuple(state["offsets"][name]), tuple(parameters[name].shape))
             for name in self._pieces
+            if name in parameters  # a part may have some layers only
         }
         moments = dict(optimizer["state"])
         for names, group in zip(state["groups"], optimizer["param_groups"], strict=True):

@@ -25,6 +25,7 @@ from nbdist.train import (
     Evaluate,
     Mesh,
     Pipeline,
+    Sharded,
     TensorParallel,
     estimate,
     next_token_loss,
@@ -33,6 +34,15 @@ from nbdist.train import (
 PAIRS = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
 PIPED = Mesh(pipeline=Pipeline(2, "1f1b", 4), data=2)
 CUT = Mesh(tensor=TensorParallel(PAIRS), data=2)
+BOTH = Mesh(pipeline=Pipeline(2, "1f1b", 4), tensor=TensorParallel(PAIRS))
+ROWS = Mesh(pipeline=Pipeline(2, "1f1b", 4), data=Sharded())
+MESHES = {"pipelines": PIPED, "tensors": CUT, "pipelines of panels": BOTH, "of rows": ROWS}
+OF_GPT = [
+    Mesh(pipeline=2, data=2),
+    Mesh(tensor=2, data=2),
+    Mesh(pipeline=2, tensor=2),
+    Mesh(pipeline=2, data=Sharded()),
+]
 
 
 def gradients_of(strategy, **changes):
@@ -41,7 +51,7 @@ def gradients_of(strategy, **changes):
     trainer = usual(strategy, **changes)
     (loss,) = trainer.fit(1)["loss"].tolist()
     gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
-    if isinstance(strategy, Mesh) and strategy.tensor is not None:
+    if isinstance(strategy, Mesh) and (strategy.tensor is not None or strategy.within):
         gradients = {n: trainer.model.gather(n, grad) for n, grad in gradients.items()}
     return {name: grad.numpy() for name, grad in gradients.items()}, loss
 
@@ -55,7 +65,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("strategy", [PIPED, CUT], ids=["pipelines", "tensors"])
+@pytest.mark.parametrize("strategy", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("case", mostly_slow(CHANGES, "uneven", "counted"))
 def test_the_gradient_is_that_of_one_process(together, strategy, case):
     """Whatever the shares of the models are, and however often they go through them."""
@@ -89,19 +99,19 @@ def test_the_byte_model_learns_alike(together, tied):
 
     (expected,) = together(1, lambda _: body(DataParallel()))
     assert len(expected) == 8
-    for strategy in (Mesh(pipeline=2, data=2), Mesh(tensor=2, data=2)):
+    for strategy in OF_GPT:
         for losses in together(4, lambda _, its=strategy: body(its)):
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", [PIPED, CUT], ids=["pipelines", "tensors"])
+@pytest.mark.parametrize("strategy", MESHES.values(), ids=MESHES)
 def test_short_batches_and_evaluations(together, strategy):
     """Each model takes a part of the batch, and of the set that is evaluated."""
     check_short_batches(together, 4, strategy)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [Mesh(pipeline=2, data=2), Mesh(tensor=2, data=2)], ids=repr)
+@pytest.mark.parametrize("strategy", OF_GPT, ids=repr)
 def test_sixty_steps_of_the_byte_model(together, strategy):
     """The loss is that of one process."""
     check_sixty_steps(together, 4, strategy)
@@ -148,7 +158,7 @@ def test_a_made_module_is_taken_from_rank_0(together):
         return usual(strategy, model=build_layers()).fit(3)["loss"].tolist()
 
     (expected,) = together(1, lambda rank: body(rank, DataParallel()))
-    for strategy in (PIPED, CUT):
+    for strategy in MESHES.values():
         for losses in together(4, lambda rank, its=strategy: body(rank, its)):
             assert losses == pytest.approx(expected, rel=1e-5)
 

@@ -255,7 +255,7 @@ def test_a_rank_holds_what_was_estimated(together):
         )
         assert of_torch == sum(p.nbytes for p in held.values())
         states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-        traffic = trainer.model.tensors.traffic
+        traffic = trainer.model.division.tensors.traffic
         assert traffic.gathered_bytes == traffic.scattered_bytes == 0
         return (
             of_torch,

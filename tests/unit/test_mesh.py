@@ -69,13 +69,20 @@ def test_a_part_comes_from_its_twin():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({}, ValueError, "give data= and either pipeline= or tensor="),
-        ({"data": 2}, ValueError, "give data= and either"),
-        ({"pipeline": 2}, ValueError, "give data= and either"),
+        ({}, ValueError, "give two of data=, pipeline= and tensor="),
+        ({"data": 2}, ValueError, "a mesh has two axes"),
+        ({"pipeline": 2}, ValueError, "a mesh has two axes"),
         ({"pipeline": 2, "tensor": 2, "data": 2}, ValueError, "not there yet"),
         ({"pipeline": 0, "data": 2}, ValueError, "pipeline is 0"),
         ({"pipeline": "two", "data": 2}, TypeError, "pipeline is 'two'; it must be a number"),
-        ({"pipeline": 2, "data": Sharded()}, TypeError, "Other strategies are not there yet"),
+        ({"pipeline": 2, "data": Pipeline(2)}, TypeError, "Other strategies are not there yet"),
+        ({"tensor": 2, "data": Sharded()}, ValueError, r"data=Sharded\(\) goes with pipeline="),
+        ({"pipeline": 2, "data": Sharded(copy_every=3)}, ValueError, r"give data=Sharded\(\)"),
+        (
+            {"pipeline": 2, "tensor": TensorParallel(copy_every=3)},
+            ValueError,
+            "as the pipeline's copy_every says",
+        ),
         ({"pipeline": 2, "data": DataParallel(compress="fp16")}, ValueError, "not there yet"),
         (
             {"tensor": TensorParallel(), "data": DataParallel()},
@@ -86,6 +93,16 @@ def test_a_part_comes_from_its_twin():
             {"pipeline": Pipeline(4, "interleaved"), "data": DataParallel()},
             ValueError,
             "give data= as a number",
+        ),
+        (
+            {"pipeline": Pipeline(4, "interleaved"), "data": Sharded()},
+            ValueError,
+            "give a schedule that always has as many stages on a rank",
+        ),
+        (
+            {"pipeline": Pipeline(4, "interleaved"), "tensor": TensorParallel()},
+            ValueError,
+            "give tensor= as a number, or a schedule",
         ),
     ],
 )
@@ -104,6 +121,10 @@ def test_a_mesh_that_cannot_be(arguments, error, words):
         (Mesh(pipeline=Pipeline(4, "interleaved"), data=2), [4, 8], [3]),
         (Mesh(tensor=TensorParallel(), data=2), [2, 4, 8], [3]),
         (Mesh(tensor=2, data=3), [6], [2, 4]),
+        (Mesh(pipeline=2, tensor=2), [1, 4], [2, 3, 6]),
+        (Mesh(pipeline=2, tensor=TensorParallel()), [2, 4, 6], [3]),
+        (Mesh(pipeline=Pipeline(4, "interleaved"), tensor=2), [2, 4], [3]),
+        (Mesh(pipeline=2, data=Sharded()), [1, 2, 4, 6], [3]),
     ],
 )
 def test_the_ranks_of_a_mesh(mesh, fit, misfit):

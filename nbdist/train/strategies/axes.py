@@ -92,10 +92,22 @@ class Axes:
         """The part of this rank in the present group."""
         return self.portion(*place_of_rank())
 
-    def place(self, rank: int, num_ranks: int) -> Place:
-        """The part of each batch that it takes; which it is of its twins."""
+    def twins(self, rank: int, num_ranks: int) -> Place:
+        """Which it is of those that hold the same."""
         num_parts = self.num_parts(num_ranks)
         return Place(rank // num_parts, num_ranks // num_parts)
+
+    def place(self, rank: int, num_ranks: int) -> Place:
+        """The part of each batch that it takes: twins take different ones."""
+        return self.twins(rank, num_ranks)
+
+    def stages(self, rank: int, num_ranks: int) -> Portion:
+        """Which of the ranks it is that stages lie on; each has its stages whole."""
+        return self.portion(rank, num_ranks)
+
+    def pipelines(self, num_ranks: int) -> list[Sequence[int]]:
+        """Of each row of ranks that a batch goes through: which they are, in the stages' order."""
+        return self.models(num_ranks)
 
     def parts(self, num_ranks: int) -> list[int]:
         """Of each rank the part that it has."""
@@ -121,8 +133,7 @@ class Axes:
         if default is not None and self._default is not None and self._default() is default:
             return
         self.let_go()
-        place = self.place(rank, num_ranks)
-        self._lengths = self.num_parts(num_ranks), place.num_places
+        self._lengths = self.num_parts(num_ranks), self.twins(rank, num_ranks).num_places
         if default is None:
             return
         num_parts, num_twins = self._lengths
@@ -130,11 +141,25 @@ class Axes:
             self.of_parts = own_group(self.models(num_ranks), rank)
             twins = [range(at, num_ranks, num_parts) for at in range(num_parts)]
             self._of_twins = own_group(twins, rank)
+        self._form_within(rank, num_ranks)
         self._default = weakref.ref(default)
+
+    def _form_within(self, rank: int, num_ranks: int) -> None:
+        """Have groups of ranks that hold one model, where they lie in more than one direction."""
 
     def let_go(self) -> None:
         """The group is about to be left."""
         self.of_parts = self._of_twins = self._default = None
+
+    @property
+    def of_stages(self) -> Any:
+        """The group of those that a batch goes through, one after the other."""
+        return self.of_parts
+
+    @property
+    def of_pieces(self) -> Any:
+        """The group of those that have pieces of the same layers."""
+        return self.of_parts
 
     @property
     def num_twins(self) -> int:
@@ -155,6 +180,10 @@ class Axes:
         """The same over those that hold the same part."""
         if self.has_twins:
             sum_on_backend(tensor, self._of_twins, Axis.DATA)
+
+    def sum_places_(self, tensor: Tensor) -> None:
+        """The same over those that have the same layers, and take other samples."""
+        self.sum_twins_(tensor)
 
     def begin_sum(self, tensor: Tensor) -> Future[list[Tensor]]:
         """Sum a tensor, where it is, over the twins; at its end it holds the sum."""

@@ -20,9 +20,10 @@ from nbdist.train.strategies.data_parallel import take_from_first
 from nbdist.train.strategies.holding import Holding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nbdist.train.strategies.axes import Portion
+    from nbdist.train.strategies.division import Division
 
 
 class Divided(InPieces, Holding):
@@ -149,6 +150,29 @@ def made_together(bundles: Sequence[Bundle], num_ranks: int) -> Iterator[list[Bu
             together = []
         together.append(bundle)
     yield together
+
+
+def fill(
+    whole: nn.Module,
+    wanted: Mapping[str, nn.Parameter],
+    part: Callable[[Sequence[str]], nn.Module],
+    division: Division,
+) -> None:
+    """Give layers without memory what they compute with, some parameters at a time.
+
+    Args:
+        whole: the model that they are of, which is never there as a whole.
+        wanted: name -> parameter, of these layers.
+        part: the model, in which at least parameters of these names have their values.
+        division: keeps this rank's pieces of them.
+    """
+    bundles = [Bundle(whole, [name], p.nbytes) for name, p in wanted.items()]
+    for together in made_together(bundles, division.portion.num_ranks):
+        names = [name for bundle in together for name in bundle.names]
+        made = dict(part(names).named_parameters())
+        for name in names:
+            value, old = made.pop(name).detach(), wanted[name]
+            put(whole, old, division.layer(name, old, value))
 
 
 def without_memory(model: nn.Module) -> nn.Module:

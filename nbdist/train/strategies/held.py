@@ -13,6 +13,7 @@ from nbdist.errors import WrongState
 from nbdist.train.strategies import building, splitting
 from nbdist.train.strategies.axes import Portion
 from nbdist.train.strategies.data_parallel import take_from_first
+from nbdist.train.strategies.division import Division
 from nbdist.train.strategies.holding import Holding
 
 if TYPE_CHECKING:
@@ -36,6 +37,20 @@ class Layout(NamedTuple):
         return [stage for stage, owner in enumerate(self.owners) if owner == self.rank]
 
 
+class Cut(NamedTuple):
+    """How a model is cut into stages."""
+
+    split: Split
+    layout: Layout
+    """Who has which stage."""
+    sample: Callable[[], Any]
+    """Gives an input."""
+
+    def counts(self, blocks: Sequence[nn.Module]) -> list[int]:
+        """How many of these blocks each stage has."""
+        return splitting.counts_of(blocks, len(self.layout.owners), self.split, self.sample)
+
+
 class Held(Holding):
     """The stages of one rank. Parameters have the names that they have in the whole model.
 
@@ -57,6 +72,8 @@ class Held(Holding):
         shared: dict[str, tuple[int, ...]],
     ) -> None:
         super().__init__(Portion(layout.rank, layout.num_ranks))
+        self.division = Division()
+        """What of its stages the rank has: all."""
         self.stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
         self.layout, self.counts, self.shared = layout, list(counts), shared
         mine = [*self.stages.parameters(), *self.stages.buffers()]
@@ -101,40 +118,43 @@ class Held(Holding):
         )
 
 
-def hold(
-    make: Callable[[], nn.Module],
-    *,
-    given: nn.Module | None,
-    split: Split,
-    layout: Layout,
-    sample: Callable[[], Any],
-) -> Held:
+def hold(make: Callable[[], nn.Module], *, given: nn.Module | None, cut: Cut) -> Held:
     """What this rank holds.
 
     Args:
         make: makes the whole model, each time the same.
         given: the model, where the user gave one that is made already.
-        split: how it is cut.
-        layout: who has which stage.
-        sample: gives an input.
+        cut: into which stages.
     """
-    num_stages = len(layout.owners)
     outlined = building.outline(make) if given is None else None
     whole = outlined[0] if outlined is not None else given or make()
-    blocks = splitting.blocks_of(whole, split)
-    counts = splitting.counts_of(blocks, num_stages, split, sample)
+    blocks = splitting.blocks_of(whole, cut.split)
+    counts = cut.counts(blocks)
     if outlined is not None:
-        own = [splitting.cut(blocks, counts)[stage] for stage in layout.own]
+        own = [splitting.cut(blocks, counts)[stage] for stage in cut.layout.own]
         wanted = [tensor for stage in own for tensor in [*stage.parameters(), *stage.buffers()]]
         whole = building.build(make, outlined[1], wanted)
-        blocks = splitting.blocks_of(whole, split)
-    held = _held(whole, splitting.cut(blocks, counts), layout, counts)
+        blocks = splitting.blocks_of(whole, cut.split)
+    held = Held(**contents(whole, splitting.cut(blocks, counts), cut.layout, counts))
     if given is not None:
         held.source = [*given.parameters(), *given.buffers()]
     return held
 
 
-def _held(whole: nn.Module, stages: list[Stage], layout: Layout, counts: Sequence[int]) -> Held:
+def contents(
+    whole: nn.Module, stages: list[Stage], layout: Layout, counts: Sequence[int]
+) -> dict[str, Any]:
+    """What a rank holds of these stages, as `Held` takes it.
+
+    Args:
+        whole: the model.
+        stages: all of its.
+        layout: who has which.
+        counts: how many blocks each has.
+
+    Raises:
+        ValueError: they are not the whole model, or leave a rank nothing to train.
+    """
     names = {id(t): n for n, t in [*whole.named_parameters(), *whole.named_buffers()]}
     users: dict[str, set[int]] = {}
     for stage, owner in zip(stages, layout.owners, strict=True):
@@ -149,7 +169,7 @@ def _held(whole: nn.Module, stages: list[Stage], layout: Layout, counts: Sequenc
     _check_complete(whole, users)
     own = {number: stages[number] for number in layout.own}
     shared = {name: tuple(sorted(ranks)) for name, ranks in users.items() if len(ranks) > 1}
-    return Held(own, layout=layout, counts=counts, names=names, shared=shared)
+    return {"stages": own, "layout": layout, "counts": counts, "names": names, "shared": shared}
 
 
 def _check_trainable(stages: list[Stage], layout: Layout) -> None:

@@ -9,93 +9,129 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbdist.engine.works import WORKS
 from nbdist.train.parting import Origin
 from nbdist.train.strategies.axes import place_of_rank
-from nbdist.train.strategies.divided import (
-    Bundle,
-    Divided,
-    made_together,
-    maker,
-    put,
-    without_memory,
-)
+from nbdist.train.strategies.divided import Divided, fill, maker, without_memory
+from nbdist.train.strategies.division import Division
+from nbdist.train.strategies.spreading import gather_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from nbdist.train.strategies.axes import Axes, Portion
     from nbdist.train.strategies.torch_tensor import Tensors
 
 Plan = dict[str, Any]
 """Names of parts of a model -> how torch cuts them."""
+_TOLERANCE = 1e-3
+"""Gradients that are the same on all ranks differ by less than this part of their norm."""
 
 
-class Panels(Divided):
-    """A model of which this rank has panels, under the model's own names.
+class Panelled(Division):
+    """A rank's panels of what a plan cuts, and the whole of the rest.
 
     Args:
-        whole: the model.
         portion: whose panels these are, of how many ranks.
-        tensors: what cuts it; None where there is one rank.
-        dims: name -> the dimension that a parameter is cut along.
+        axes: how all ranks share the model.
+        tensors: what cuts the layers; None where there is one rank.
+        laid_out: name -> the dimension that a parameter is cut along, of those that the plan has
+            something to do with; None: it stays whole.
     """
 
     def __init__(
         self,
-        whole: nn.Module,
         portion: Portion,
-        tensors: Tensors | None,
-        dims: Mapping[str, int],
+        axes: Axes,
+        tensors: Tensors | None = None,
+        laid_out: Mapping[str, int | None] | None = None,
     ) -> None:
-        super().__init__(whole, portion)
-        self.tensors, self.dims = tensors, dims
+        super().__init__(portion)
+        self._axes, self.tensors, self._laid_out = axes, tensors, laid_out or {}
+        self.dims = {name: dim for name, dim in self._laid_out.items() if dim is not None}
         self._cut: dict[str, Any] = {}
         """Those parameters that are torch's: cut, or laid out as such."""
-        if tensors is not None:
-            from nbdist.train.strategies.torch_tensor import cut_parameters  # noqa: PLC0415 - it takes a second
+        self._is_checked = False
+        """Gradients of what every rank has whole were seen to be the same on all of the group."""
 
-            self._cut = dict(cut_parameters(whole))
-        self.origins = {n: self._origin(n, p) for n, p in whole.named_parameters()}
-        self._own = {name: self._view(name, p) for name, p in whole.named_parameters()}
+    @property
+    def is_first(self) -> bool:
+        """All that have panels of the same layers come to the same."""
+        return self.portion.rank == 0
 
-    def _view(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if self.tensors is None or name not in self._cut:
-            return parameter
-        return nn.Parameter(self.tensors.piece(parameter), requires_grad=parameter.requires_grad)
+    def counts(self, name: str) -> bool:
+        """What each rank has whole counts once."""
+        return self.is_first or name in self.dims
 
-    def _origin(self, name: str, parameter: Tensor) -> Origin:
-        offsets = [0] * parameter.dim()
+    def layer(self, name: str, old: nn.Parameter, value: Tensor) -> nn.Parameter:
+        """Keep a panel of a parameter, or all of it; what its layer is to compute with."""
+        origin = Origin.whole(value)
         if name in self.dims:
-            dim = self.dims[name]
-            offsets[dim] = self.portion.rank * parameter.shape[dim] // self.portion.num_ranks
-        return Origin(tuple(parameter.shape), tuple(offsets))
+            dim, (rank, num_ranks) = self.dims[name], self.portion
+            offset = rank * value.shape[dim] // num_ranks
+            origin = origin._replace(offsets=tuple(offset * (i == dim) for i in range(value.dim())))
+            value = value.chunk(num_ranks, dim)[rank]
+        own = value.clone(memory_format=torch.contiguous_format)
+        if self.tensors is None or name not in self._laid_out:
+            return self.keep(name, nn.Parameter(own, requires_grad=old.requires_grad))
+        cut = self._cut[name] = self.tensors.filled(old, own)
+        view = nn.Parameter(self.tensors.piece(cut), requires_grad=cut.requires_grad)
+        self.own[name], self.origins[name] = view, origin
+        return cut
 
-    def bind(self) -> None:
+    def keep(self, name: str, whole: nn.Parameter) -> nn.Parameter:
+        """A parameter that is this rank's as it is."""
+        self.own[name], self.origins[name] = whole, Origin.whole(whole)
+        return whole
+
+    def bind(self, *, is_new: bool) -> None:
         """An attempt begins in the present group; what an earlier one has left is let go."""
-        if self.tensors is not None:
-            self.tensors.enter()
+        if is_new:  # on all ranks, also on those that were not in the group before
+            self._is_checked = False
+        self.come()
         for parameter in self._cut.values():
             parameter.grad = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole model gives; every rank calls it with the same."""
+    def come(self) -> None:
+        """Layers are about to compute."""
         if self.tensors is not None:
             self.tensors.enter()
-        return self.whole(*args, **kwargs)
 
     def take_gradients(self) -> None:
-        """A backward pass is over: add what it gave to the gradients of the pieces."""
+        """Backward passes are over: what they gave is added to the gradients of the pieces."""
         for name, cut in self._cut.items():
             assert self.tensors is not None
-            own, gradient = self._own[name], self.tensors.take_gradient(cut)
+            own, gradient = self.own[name], self.tensors.take_gradient(cut)
             if gradient is not None and own.grad is not None:
                 own.grad += gradient
             elif gradient is not None:
                 own.grad = gradient
+
+    def check(self, order: Mapping[str, int], sum_: Callable[[Tensor], None]) -> None:
+        """See that ranks agree on the gradients of what each has whole.
+
+        Raises:
+            ValueError: they do not, so the plan lacks something; on all ranks alike.
+        """
+        rank, num_ranks = self.portion
+        if num_ranks == 1 or self._is_checked:
+            return
+        table = torch.zeros(num_ranks, max(order.values()) + 1, dtype=torch.float64)
+        for name, parameter in self.own.items():
+            if name not in self.dims and parameter.grad is not None:
+                table[rank, order[name]] = float(parameter.grad.norm())
+        sum_(table)
+        least, most = table.amin(0), table.amax(0)
+        differing = (most - least > _TOLERANCE * most).tolist()
+        if names := [name for name, place in order.items() if differing[place]]:
+            raise ValueError(
+                f"the ranks come to different gradients of {', '.join(names[:4])}"
+                f"{' …' if len(names) > 4 else ''}, which each has whole: plan= must cut these "
+                "too, or lay them out (SequenceParallel), or leave whole what they are used "
+                "with. Also, data[i] must be the same on all ranks"
+            )
+        self._is_checked = True
 
     def gather(self, name: str, piece: Tensor) -> Tensor:
         """The whole of what all ranks have panels of."""
@@ -104,10 +140,62 @@ class Panels(Divided):
         dim = self.dims[name]
         mine = piece.movedim(dim, 0).contiguous()
         together = mine.new_empty(len(mine) * self.portion.num_ranks, *mine.shape[1:])
-        self.axes.form(*place_of_rank())
-        group = self.axes.of_parts
-        WORKS.follow(dist.all_gather_single(together, mine, group=group, async_op=True)).wait()
+        self._axes.form(*place_of_rank())
+        gather_(together, mine, self._axes.of_pieces)
         return together.movedim(0, dim).contiguous()
+
+
+class Panels(Divided):
+    """A model of which this rank has panels, under the model's own names.
+
+    Args:
+        whole: the model.
+        division: which panels, with which it computes.
+    """
+
+    def __init__(self, whole: nn.Module, division: Panelled) -> None:
+        super().__init__(whole, division.portion)
+        self.division = division
+        self.origins, self._own = division.origins, division.own
+
+    @property
+    def waited_ns(self) -> int:
+        """In collectives, for all of them together."""
+        tensors = self.division.tensors
+        return 0 if tensors is None else tensors.traffic.waited_ns
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole model gives; every rank calls it with the same."""
+        self.division.come()
+        return self.whole(*args, **kwargs)
+
+    def gather(self, name: str, piece: Tensor) -> Tensor:
+        """The whole of what all ranks have panels of."""
+        return self.division.gather(name, piece)
+
+
+def divide(
+    whole: nn.Module,
+    plan_of: Callable[[nn.Module, int], Plan],
+    device: torch.device,
+    portion: Portion,
+    axes: Axes,
+) -> Panelled:
+    """Have a model without memory compute with this rank's panels, which it is still to be given.
+
+    Args:
+        whole: the model.
+        plan_of: from a model, and a number of ranks, to how it is cut.
+        device: the model's.
+        portion: which panels are this rank's.
+        axes: how the ranks share the model.
+    """
+    if portion.num_ranks == 1:
+        return Panelled(portion, axes)
+    from nbdist.train.strategies.torch_tensor import Tensors  # noqa: PLC0415 - it takes a second
+
+    tensors = Tensors(portion, device, axes)
+    return Panelled(portion, axes, tensors, tensors.cut(whole, plan_of(whole, portion.num_ranks)))
 
 
 def hold(
@@ -128,50 +216,15 @@ def hold(
         axes: how the ranks share the model.
     """
     if portion.num_ranks == 1:
-        return Panels(make(), portion, None, {})
-    from nbdist.train.strategies.torch_tensor import Tensors  # noqa: PLC0415 - it takes a second
-
+        alone, whole = Panelled(portion, axes), make()
+        for name, parameter in whole.named_parameters():
+            alone.keep(name, parameter)
+        return Panels(whole, alone)
     part = maker(make, is_given=is_given)
     model = part([])
     device, whole = next(model.parameters()).device, without_memory(model)
-    tensors = Tensors(portion, device, axes)
-    held = _cut(whole, tensors, plan_of(model, portion.num_ranks), portion, part)
+    division = divide(whole, plan_of, device, portion, axes)
+    fill(whole, dict(whole.named_parameters()), part, division)
+    held = Panels(whole, division)
     held.source = [*model.named_parameters()] if is_given else []
     return held
-
-
-def _cut(
-    whole: nn.Module,
-    tensors: Tensors,
-    plan: Plan,
-    portion: Portion,
-    part: Callable[[Sequence[str]], nn.Module],
-) -> Panels:
-    """Cut a model, some parameters at a time, so that it is never there as a whole.
-
-    Args:
-        whole: the model without memory.
-        tensors: what cuts it.
-        plan: how it is cut.
-        portion: this rank's.
-        part: the model, in which at least parameters of these names have their values.
-    """
-    laid_out = tensors.cut(whole, plan)
-    dims = {name: dim for name, dim in laid_out.items() if dim is not None}
-    parameters = dict(whole.named_parameters())
-    bundles = [Bundle(whole, [name], p.nbytes) for name, p in parameters.items()]
-    for together in made_together(bundles, portion.num_ranks):
-        names = [name for bundle in together for name in bundle.names]
-        made = dict(part(names).named_parameters())
-        for name in names:
-            value, old = made.pop(name).detach(), parameters[name]
-            if name in dims:
-                value = value.chunk(portion.num_ranks, dims[name])[portion.rank]
-            own = value.clone(memory_format=torch.contiguous_format)
-            new = (
-                tensors.filled(old, own)
-                if name in laid_out
-                else nn.Parameter(own, requires_grad=old.requires_grad)
-            )
-            put(whole, old, new)
-    return Panels(whole, portion, tensors, dims)

@@ -21,16 +21,18 @@ from nbdist.engine import runs
 from nbdist.train.checks import check_whole
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies import actions, schedules
-from nbdist.train.strategies.axes import Axes
-from nbdist.train.strategies.held import Held, Layout, hold
+from nbdist.train.strategies.axes import Axes, Portion, place_of_rank
+from nbdist.train.strategies.divided_stages import hold as hold_divided
+from nbdist.train.strategies.grid import Grid
+from nbdist.train.strategies.held import Cut, Held, Layout, hold
 from nbdist.train.strategies.splitting import Split, check_split, is_counts
 from nbdist.train.strategies.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.train.strategies.axes import Portion
     from nbdist.train.strategies.base import Terms
+    from nbdist.train.strategies.divided_stages import Within
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,14 @@ class Pipeline:
         """The stages of this rank."""
         return self.hold_along(Axes(), terms, sample)
 
-    def hold_along(self, axes: Axes, terms: Terms, sample: Callable[[], Any]) -> nn.Module:
-        """The same where other ranks may have the same stages."""
+    def hold_along(
+        self,
+        axes: Axes,
+        terms: Terms,
+        sample: Callable[[], Any],
+        within: Within | None = None,
+    ) -> nn.Module:
+        """The same where other ranks may have the same stages; `within`: what divides them."""
         if isinstance(terms.model, Held):
             return terms.model
 
@@ -132,15 +140,24 @@ class Pipeline:
 
         def cut(num_stages: int) -> Held:
             has_counts = is_counts(self.split) and num_stages != self.stages
-            held = hold(
-                make,
-                given=given,
-                split="auto" if has_counts else self.split,
-                layout=self._layout(num_stages, self._num_microbatches(terms), axes.present()),
-                sample=lambda: sample()[0],
+            place = axes.stages(*place_of_rank())
+            how = Cut(
+                "auto" if has_counts else self.split,
+                self._layout(num_stages, self._num_microbatches(terms), place),
+                lambda: sample()[0],
             )
-            held.axes, held.again = axes, cut
+            if within is None:
+                held = hold(make, given=given, cut=how)
+            else:
+                assert isinstance(axes, Grid)
+                held = hold_divided(make, given=given, cut=how, within=within, axes=axes)
+            held.axes, held.again = axes, again
             return held
+
+        def again(num_parts: int) -> Held:
+            """For the present group: so many stages, or of all stages together so many pieces."""
+            own = axes.pieces(*place_of_rank()) if isinstance(axes, Grid) else Portion(0, 1)
+            return cut(num_parts // own.num_ranks)
 
         return cut(self.stages)
 

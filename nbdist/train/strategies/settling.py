@@ -77,7 +77,7 @@ class Settling(Generic[H]):
 
     def twins(self, rank: int, world_size: int) -> Place:
         """Those that hold the same pieces, and take other samples."""
-        return self._axes.place(rank, world_size)
+        return self._axes.twins(rank, world_size)
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt begins: in the present group, with nothing left of the one before."""
@@ -113,7 +113,7 @@ class Settling(Generic[H]):
         is_due = bool(self._copy_every) and keeper.step % self._copy_every == 0
         is_due = is_due and not self._copies.has(now)
         if self._copy_every and (is_new or is_due or self._copies.is_empty):
-            beside = self._axes.models(num_ranks)[self._axes.place(rank, num_ranks).at]
+            beside = self._axes.models(num_ranks)[self._axes.twins(rank, num_ranks).at]
             self._copies.renew(now, self._portion.rank, keeper, beside)
         return has_changed
 
@@ -208,8 +208,8 @@ class Settling(Generic[H]):
             sum_on_backend(tensor)
 
     def sum_places_(self, tensor: Tensor) -> None:
-        """Over those that hold the same pieces."""
-        self._axes.sum_twins_(tensor)
+        """Over those that compute with the same layers."""
+        self._axes.sum_places_(tensor)
 
     def sum_vote(self, vote: list[float]) -> list[float]:
         """Sum a vote; what it says of buffers over those that have them. First, their gradients."""

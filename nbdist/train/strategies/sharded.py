@@ -17,7 +17,8 @@ from torch import nn
 
 from nbdist.train.checks import check_whole, shown
 from nbdist.train.randomness import seeded
-from nbdist.train.strategies.axes import Axes
+from nbdist.train.strategies.axes import Axes, Portion
+from nbdist.train.strategies.rows import Rows
 from nbdist.train.strategies.shards import Shards
 from nbdist.train.strategies.slices import Slices, hold
 
@@ -92,6 +93,10 @@ class Sharded:
             return slices
 
         return cut(1)
+
+    def divide(self, whole: nn.Module, device: torch.device, portion: Portion, axes: Axes) -> Rows:  # noqa: ARG002 - as for all
+        """This rank's rows of a model without memory, still to be given."""
+        return Rows(portion, axes)
 
     def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Shards:  # noqa: ARG002 - as for all strategies
         """The working half."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbdist.engine.works import WORKS
 from nbdist.train.strategies import building
 from nbdist.train.strategies.divided import (
     Bundle,
@@ -22,6 +20,7 @@ from nbdist.train.strategies.divided import (
     put,
     without_memory,
 )
+from nbdist.train.strategies.spreading import gather_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +77,7 @@ class Slices(Divided):
         mine = piece.new_zeros(each, *piece.shape[1:])
         mine[: len(piece)] = piece
         together = piece.new_empty(each * self.portion.num_ranks, *piece.shape[1:])
-        WORKS.follow(dist.all_gather_single(together, mine, async_op=True)).wait()
+        gather_(together, mine, None)
         return together[:num]
 
 

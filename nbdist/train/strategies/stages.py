@@ -24,6 +24,7 @@ from nbdist.train.strategies.passage import Passage
 from nbdist.train.strategies.pieces import Pieces, rows_of
 from nbdist.train.strategies.schedules import owners as owners_of
 from nbdist.train.strategies.settling import Settling, listed
+from nbdist.train.vote import COUNT, LOSS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,20 +90,24 @@ class Stages(Settling[Held]):
         super().begin(rank, world_size, generation)
         if self._group != before:
             self.let_go()
+        if self.fits(rank, world_size):
+            self._held.division.bind(is_new=self._is_new)
 
     def _settle_in(self, keeper: Keeper) -> bool:
         """In a new group; whether what this rank holds has changed."""
         has_changed = super()._settle_in(keeper)
         rank, num_ranks, _ = self._group
-        models = self._axes.models(num_ranks)
-        for name, parts in self._held.shared.items():
-            lines = [[ranks[part] for part in parts] for ranks in models]
+        pipelines = self._axes.pipelines(num_ranks)
+        for name, owners in self._held.shared.items():
+            lines = [[ranks[owner] for owner in owners] for ranks in pipelines]
             self._groups[name] = own_group(lines, rank)
         return has_changed
 
     def _were_lost(self, parts: Sequence[int], last: Spread) -> str:
         """In words."""
         owners = self._held.layout.owners
+        if self._held.division.portion.num_ranks > 1:
+            return super()._were_lost(parts, last)
         if isinstance(self._schedule, str):
             owners = owners_of(self._schedule, last.num_stages, last.num_ranks)
         stages = [stage for stage, owner in enumerate(owners) if owner in parts]
@@ -112,7 +117,13 @@ class Stages(Settling[Held]):
         )
 
     def sum_vote(self, vote: list[float]) -> list[float]:
-        """Sum a vote. First, gradients of parameters that several stages use."""
+        """Sum a vote. First, gradients of pieces, and of parameters that several stages use."""
+        division = self._held.division
+        division.take_gradients()
+        division.check(self._held.order, self._axes.sum_parts_)
+        if not division.is_first:
+            vote[LOSS] *= 0.0  # what is not finite stays so
+            vote[COUNT] *= 0.0
         for parameter, group in self._shared():
             with emit.exchange(Op.ALL_REDUCE, Axis.PIPELINE, group.size(), parameter.nbytes):
                 WORKS.follow(dist.all_reduce(parameter.grad, group=group, async_op=True)).wait()
@@ -123,13 +134,14 @@ class Stages(Settling[Held]):
 
         Summed parameter by parameter in the model's order, so that it does not depend on the cut.
         """
-        held = self._held
+        held, layout = self._held, self._held.layout
         square = torch.zeros(len(held.order), dtype=torch.float64)
         counted = {
             held.order[name]: p.grad.norm()
             for name, p in held.named_parameters()
             if p.grad is not None
-            and held.shared.get(name, (held.layout.rank,))[0] == held.layout.rank
+            and held.shared.get(name, (layout.rank,))[0] == layout.rank
+            and held.division.counts(name)
         }
         if counted:
             square[list(counted)] = torch.stack(list(counted.values())).cpu().double() ** 2
@@ -156,6 +168,7 @@ class Stages(Settling[Held]):
         # Micro-batches are numbered over all models, so that no two draw the same random numbers.
         self._passage.first = self.place.at * self._num_microbatches
         self._turn = turn, pieces, target
+        self._held.division.come()
         try:
             with turn.objective.autocast(self._device, is_suspended=True):
                 if self._held.layout.num_ranks == 1:
@@ -184,10 +197,11 @@ class Stages(Settling[Held]):
         return turn.weigh(loss, float(num))
 
     def predict(self, inputs: Any) -> Any:
-        """What the model returns, on the rank that has the last stage."""
+        """What the model returns, on the rank that has the last stage, or the first of those."""
         pieces = Pieces(_num_samples(inputs), self._num_microbatches)
         self._passage.begin((self._seed, -1), 1.0)
         self._passage.is_silent = True
+        self._held.division.come()
         try:
             if self._held.layout.num_ranks == 1:
                 filled = pieces.fill(inputs).split(pieces.size)
@@ -196,7 +210,9 @@ class Stages(Settling[Held]):
                 output = self._pass(pieces.fill(inputs), is_training=False)
         finally:
             self._passage.is_silent = False
-        return None if output is None else pieces.drop_filling(output)
+            self._held.division.go()
+        is_asked = output is not None and self._held.division.is_first
+        return pieces.drop_filling(output) if is_asked else None
 
     def _pass(self, inputs: Tensor, *, is_training: bool) -> Any:
         """Through torch's schedule, which every rank enters with the same shape."""
@@ -213,7 +229,7 @@ class Stages(Settling[Held]):
                 self._passage,
                 device=self._device,
                 loss=self._loss if is_training else None,
-                group=self._axes.of_parts,
+                group=self._axes.of_stages,
             )
         if is_training and not self._is_told:
             orders = actions.parse(self._torch.planned(made))

@@ -18,7 +18,7 @@ from nbdist.engine import runs
 from nbdist.train.checks import check_whole, shown
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies.axes import Axes, Portion
-from nbdist.train.strategies.panels import Panels, Plan, hold
+from nbdist.train.strategies.panels import Panelled, Panels, Plan, divide, hold
 from nbdist.train.strategies.unison import Unison
 
 if TYPE_CHECKING:
@@ -106,6 +106,12 @@ class TensorParallel:
             return panels
 
         return cut(1)
+
+    def divide(
+        self, whole: nn.Module, device: torch.device, portion: Portion, axes: Axes
+    ) -> Panelled:
+        """Have a model without memory compute with this rank's panels, still to be given."""
+        return divide(whole, self.plan_of, device, portion, axes)
 
     def exchange(self, module: nn.Module, terms: Terms, num_votes: int) -> Unison:  # noqa: ARG002 - as for all strategies
         """The working half."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -22,13 +21,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from nbdist.engine import emit, rebind
-from nbdist.engine.works import WORKS
 from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.traffic import Axis, Op
+from nbdist.train.strategies.spreading import gather_, scatter_sum_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from torch import Tensor, nn
 
 
@@ -42,8 +42,6 @@ class Traffic:
         """Payload: what this rank has handed to collectives for others."""
         self.num_sums = 0
         """Sums of gradients in the present step."""
-        self.is_gloo = True
-        """The group is gloo's."""
 
 
 class Fsdp:
@@ -83,7 +81,6 @@ class Fsdp:
     def bind(self) -> None:
         """Have the present default group; what an earlier attempt has left is let go."""
         group = dist.group.WORLD
-        self.traffic.is_gloo = "gloo" in str(dist.get_backend_config(group))
         for its in self._groups():
             its.mesh_info.shard_process_group = group
         if self._is_disturbed:
@@ -153,11 +150,7 @@ class _Gather(DefaultAllocMixin, AllGather):
         del async_op  # what it waits for must be broken by a cut (`engine.works`)
         began_ns = perf_counter_ns()
         with emit.exchange(Op.ALL_GATHER, Axis.DATA, group.size(), input_tensor.nbytes):
-            if self._traffic.is_gloo:
-                work = dist.all_gather_single(output_tensor, input_tensor, group, async_op=True)
-                WORKS.follow(work).wait()
-            else:
-                dist.all_gather_single(output_tensor, input_tensor, group)
+            gather_(output_tensor, input_tensor, group)
         self._traffic.waited_ns += perf_counter_ns() - began_ns
         self._traffic.gathered_bytes += (group.size() - 1) * input_tensor.nbytes
 
@@ -180,13 +173,7 @@ class _Scatter(DefaultAllocMixin, ReduceScatter):
         ident, began_ns = self._traffic.num_sums, perf_counter_ns()
         emit.span(Kind.BUCKET_READY, began_ns, began_ns, ident=ident)
         emit.span(Kind.BUCKET_LAUNCH, began_ns, began_ns, ident=ident)
-        if self._traffic.is_gloo:
-            pieces = torch.empty_like(input_tensor)
-            work = dist.all_to_all_single(pieces, input_tensor, group=group, async_op=True)
-            WORKS.follow(work).wait()
-            torch.sum(pieces.view(group.size(), -1), 0, out=output_tensor)
-        else:
-            dist.reduce_scatter_single(output_tensor, input_tensor, group=group)
+        scatter_sum_(output_tensor, input_tensor, group)
         emit.bucket_done(Op.REDUCE_SCATTER, group.size(), began_ns, ident, input_tensor.nbytes)
         self._traffic.num_sums += 1
         self._traffic.waited_ns += perf_counter_ns() - began_ns

@@ -60,7 +60,7 @@ class Traffic:
 class Standing(dist.ProcessGroup):
     """A group that stays while the default group changes: it hands on to the present one.
 
-    Or, where a model lies on some of the ranks, to the group of those within it.
+    Or, where only some of the ranks have pieces of the same layers, to the group of those.
     """
 
     def __init__(self, portion: Portion, traffic: Traffic, axes: Axes) -> None:
@@ -125,7 +125,7 @@ class Standing(dist.ProcessGroup):
 
     def _wait(self, begin: Callable[..., Any]) -> None:
         began_ns = perf_counter_ns()
-        work = begin(group=self._axes.of_parts, async_op=True)
+        work = begin(group=self._axes.of_pieces, async_op=True)
         if _is_gloo():
             WORKS.follow(work).wait()
         else:

@@ -21,31 +21,20 @@ if TYPE_CHECKING:
 
     from nbdist.train.strategies.base import Turn
 
-_TOLERANCE = 1e-3
-"""Gradients that are the same on all ranks differ by less than this part of their norm."""
-
 
 class Unison(Settling[Panels]):
     """Goes through each batch together with the other ranks; what they sum is in the model."""
 
     pieces: ClassVar[str] = "panels"
 
-    def _take(self, held: Panels) -> None:
-        super()._take(held)
-        self._is_checked = False
-        """Gradients of what every rank has whole were seen to be the same on all of the group."""
-
     def _all_waited_ns(self) -> int:
-        tensors = self._held.tensors
-        return 0 if tensors is None else tensors.traffic.waited_ns
+        return self._held.waited_ns
 
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt begins: in the present group, with nothing left of the one before."""
         super().begin(rank, world_size, generation)
-        if self._is_new:  # on all ranks, also on those that were not in the group before
-            self._is_checked = False
         if self.fits(rank, world_size):
-            self._held.bind()
+            self._held.division.bind(is_new=self._is_new)
 
     def sum_vote(self, vote: list[float]) -> list[float]:
         """Sum a vote; those that hold one model have the same loss, which counts once."""
@@ -56,9 +45,9 @@ class Unison(Settling[Panels]):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Of the whole model: panels of all ranks together; what each has whole counts once."""
-        held, is_first = self._held, self._portion.rank == 0
+        held = self._held
         counted = [
-            float(is_first or name in held.dims)
+            float(held.division.counts(name))
             for name, p in held.named_parameters()
             if p.grad is not None
         ]
@@ -66,35 +55,6 @@ class Unison(Settling[Panels]):
         squares = norms**2 * torch.tensor(counted, dtype=torch.float64)
         self._axes.sum_parts_(squares)
         return squares.sum().sqrt().to(gradients[0])
-
-    def _check(self) -> None:
-        """See that ranks agree on the gradients of what each has whole.
-
-        Raises:
-            ValueError: they do not, so the plan lacks something; on all ranks alike.
-        """
-        rank, num_ranks = self._portion
-        if num_ranks == 1 or self._is_checked:
-            return
-        own = {
-            name: p.grad.norm()
-            for name, p in self._held.named_parameters()
-            if name not in self._held.dims and p.grad is not None
-        }
-        if own:
-            table = torch.zeros(num_ranks, len(own), dtype=torch.float64)
-            table[rank] = torch.stack(list(own.values())).cpu().double()
-            self._axes.sum_parts_(table)
-            least, most = table.amin(0), table.amax(0)
-            differing = (most - least > _TOLERANCE * most).tolist()
-            if names := [n for n, is_apart in zip(own, differing, strict=True) if is_apart]:
-                raise ValueError(
-                    f"the ranks come to different gradients of {', '.join(names[:4])}"
-                    f"{' …' if len(names) > 4 else ''}, which each has whole: plan= must cut these "
-                    "too, or lay them out (SequenceParallel), or leave whole what they are used "
-                    "with. Also, data[i] must be the same on all ranks"
-                )
-        self._is_checked = True
 
     # ---- a batch
 
@@ -114,10 +74,11 @@ class Unison(Settling[Panels]):
         """Add the gradients of this rank's pieces."""
         began_ns = perf_counter_ns()
         loss.backward(torch.full_like(loss, weight))
-        self._held.take_gradients()
+        self._held.division.take_gradients()
         ready_ns = max(began_ns, perf_counter_ns() - self._take_waited_ns())
         if is_last:
-            self._check()
+            order = {name: i for i, (name, _) in enumerate(self._held.named_parameters())}
+            self._held.division.check(order, self._axes.sum_parts_)
         if meanwhile is not None:
             meanwhile()
         return Summed(ready_ns, None)
