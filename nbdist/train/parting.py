@@ -6,7 +6,7 @@ keeps of it. Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -33,8 +33,10 @@ class Origin(NamedTuple):
 
 
 class InPieces(nn.Module):
-    """What a rank holds, where that is a piece of each of the model's parameters."""
+    """What a rank holds, where that is pieces of the model's parameters."""
 
+    has_every_name: ClassVar[bool] = True
+    """They are of all parameters; else other ranks have the rest."""
     origins: Mapping[str, Origin]
     """By the parameters' names."""
 

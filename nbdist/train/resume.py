@@ -211,7 +211,9 @@ def _check_names(
     if missing := [key for key in here if key not in index]:
         faults.append(f"lacks {_list(missing)}")
     there = {f"parameters/{name}" for rest in rests for name in rest["parameters"]}
-    has_all = state.recipe.strategy.is_replicated or isinstance(state.module, InPieces)
+    module = state.module
+    has_all = isinstance(module, InPieces) and module.has_every_name
+    has_all = has_all or state.recipe.strategy.is_replicated
     surplus = sorted(there - set(here)) if has_all else []
     if surplus:
         faults.append(f"has {_list(surplus)}, which this trainer's model has not")

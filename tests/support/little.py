@@ -73,7 +73,12 @@ def text():
 
 def mostly_slow(cases, *quick):
     """Cases of a test, of which each run does only some."""
-    return [pytest.param(c, marks=() if c in quick else pytest.mark.slow) for c in cases]
+    return [
+        pytest.param(
+            *(c if isinstance(c, tuple) else (c,)), marks=() if c in quick else pytest.mark.slow
+        )
+        for c in cases
+    ]
 
 
 def usual(strategy, **changes):

@@ -152,6 +152,14 @@ LAYOUTS = {
         4,
         Mesh(tensor=TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()}), data=2),
     ),
+    "stages of panels 4": (
+        4,
+        Mesh(
+            pipeline=Pipeline(2, "1f1b", 4),
+            tensor=TensorParallel({"1.0": ColwiseParallel(), "2.0": RowwiseParallel()}),
+        ),
+    ),
+    "stages of rows 4": (4, Mesh(pipeline=Pipeline(2, "1f1b", 4), data=Sharded())),
     "rows 4": (4, Sharded()),  # of the last bias, with five, the last rank has none
 }
 WAYS = [
@@ -181,6 +189,19 @@ WAYS = [
     ("replicas 3", "meshes 2 of 2"),
     ("panels 2 of 2", "replicas 2"),
     ("rows 3", "panels 2 of 2"),
+    ("stages of rows 4", "stages of panels 4"),
+    ("stages of panels 4", "rows 2"),
+    *(
+        pytest.param(*way, marks=pytest.mark.slow)
+        for way in [
+            ("stages of rows 4", "stages of rows 4"),
+            ("stages of panels 4", "stages of panels 4"),
+            ("stages of panels 4", "alone"),
+            ("replicas 2", "stages of rows 4"),
+            ("stages of rows 4", "meshes 2 of 2"),
+            ("panels 4", "stages of panels 4"),
+        ]
+    ),
 ]
 
 

@@ -1,5 +1,6 @@
 """A model whose group has another size is cut anew, and trains on from what is known of all."""
 
+import itertools
 from datetime import timedelta
 
 import pytest
@@ -279,6 +280,41 @@ def test_panels_come_from_their_twins(follow, together):
     bare = Mesh(tensor=TensorParallel(copy_every=0), data=2)
     outcomes = follow([((0, 1, 2, 3), 8), ((4, 1, 2, 5), 14)], lambda: panels(bare))
     assert outcomes[1] == outcomes[2] == (dict(enumerate(expected)), 0)
+
+
+PIECED = {
+    "one is lost": ([((0, 1, 2, 3), 8), ((0, 1, 2, 4), 14)], 2),
+    "two are left": ([((0, 1, 2, 3), 8), ((0, 2), 14)], 2),
+    "one is left": ([((0, 1), 8), ((1,), 14)], 2),
+    "two join": ([((0, 1), 8), ((0, 1, 2, 3), 14)], 0),
+    "back again": ([((0, 1, 2, 3), 8), ((0, 2), 12), ((0, 1, 2, 3), 18)], 2),
+    "nobody has trained": ([((0, 1, 2, 3), 0), ((0, 1), 8)], 0),
+}
+ONE_OF = Pipeline(2, "1f1b", 4, copy_every=3)
+DIVIDED = {
+    "by panels, which give way": Mesh(pipeline=ONE_OF, tensor=TensorParallel()),
+    "by rows": Mesh(pipeline=ONE_OF, data=Sharded()),
+    "by panels": Mesh(pipeline=Pipeline(2, "looped-bfs", 4, copy_every=3), tensor=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "case"),
+    mostly_slow(
+        list(itertools.product(DIVIDED, PIECED)),
+        ("by rows", "back again"),
+        ("by panels", "back again"),
+    ),
+)
+def test_stages_that_are_divided_are_cut_anew(follow, together, how, case):
+    """All go back to the newest copies; the curve is that of one process."""
+    script, num_again = PIECED[case]
+    expected = together(1, lambda _: panels(DataParallel()).fit(script[-1][1])["loss"].tolist())[0]
+    outcomes = follow(script, lambda: panels(DIVIDED[how]))
+    check_curves(outcomes, script, expected)
+    for number in script[-1][0]:
+        if all(number in members for members, _ in script):
+            assert outcomes[number][1] == num_again
 
 
 def test_three_of_a_mesh_of_four_say_how_many_there_must_be(together, tmp_path):

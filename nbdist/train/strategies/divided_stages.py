@@ -6,7 +6,7 @@ thread; making one does no communication.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -54,6 +54,8 @@ class DividedStages(InPieces, Held):
         division: which pieces, and how the stages compute with them.
         held: what `Held` takes.
     """
+
+    has_every_name: ClassVar[bool] = False
 
     def __init__(self, portion: Portion, division: Division, **held: Any) -> None:
         super().__init__(**held)
