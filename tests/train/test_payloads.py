@@ -4,6 +4,7 @@ import pytest
 import torch
 from counted import num_sent, payloads
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -12,14 +13,16 @@ from nbdist.train import (
     DataParallel,
     DiLoCo,
     LocalSGD,
+    Mesh,
     ParameterServer,
     Pipeline,
     Sharded,
+    TensorParallel,
     Trainer,
     estimate,
 )
 
-WIDTH, DEPTH, BATCH, NUM = 256, 6, 48, 3
+WIDTH, DEPTH, BATCH, NUM = 256, 6, 192, 3
 NUM_VOTE_BYTES = 3 * 2 * 4
 """Of data parallelism: three numbers, as two of float32 each, with the gradients."""
 
@@ -40,20 +43,78 @@ def make(strategy, **changes):
     )
 
 
-def told(together, strategy, **changes):
-    """What each rank handed over in its fourth step."""
+def told(together, strategy, num=NUM, **changes):
+    """What each of so many ranks handed over in its fourth step."""
 
     def body(_):
         make(strategy, **changes).fit(4)
         return payloads(since=3)[3]
 
-    return together(NUM, body)
+    return together(num, body)
 
 
-def of(strategy, **changes):
+def of(strategy, num=NUM, **changes):
     sample = torch.ones(1, WIDTH)
     asked = {"global_batch": BATCH, "sample": sample} | changes
-    return estimate(build, strategy, NUM, **asked).ranks
+    return estimate(build, strategy, num, **asked).ranks
+
+
+PANELS = TensorParallel(
+    {
+        "0": ColwiseParallel(),
+        "1": RowwiseParallel(),
+        "3": ColwiseParallel(),
+        "4": RowwiseParallel(),
+    },
+    copy_every=0,
+)
+STAGES = Pipeline(2, "1f1b", 4, split=[3, 3], copy_every=0)
+SUM, SEND = Op.ALL_REDUCE, Road(Op.SEND, Axis.PIPELINE, 2)
+PAIRED = {
+    "panels": (2, PANELS, {Road(SUM, Axis.TENSOR, 2)}),
+    "stages and replicas": (
+        4,
+        Mesh(pipeline=STAGES, data=2),
+        {SEND, Road(SUM, Axis.DATA, 2)},
+    ),
+    "panels and replicas": (
+        4,
+        Mesh(tensor=PANELS, data=2),
+        {Road(SUM, Axis.TENSOR, 2), Road(SUM, Axis.DATA, 2)},
+    ),
+    "stages of panels": (
+        4,
+        Mesh(pipeline=STAGES, tensor=TensorParallel(PANELS.plan)),
+        {SEND, Road(SUM, Axis.TENSOR, 2)},
+    ),
+    "stages of rows": (
+        4,
+        Mesh(pipeline=STAGES, data=Sharded()),
+        {
+            SEND,
+            Road(SUM, Axis.DATA, 2),
+            Road(Op.ALL_GATHER, Axis.DATA, 2),
+            Road(Op.REDUCE_SCATTER, Axis.DATA, 2),
+        },
+    ),
+}
+"""Ranks, strategy, and which ways there are beside votes."""
+
+
+@pytest.mark.parametrize("case", PAIRED)
+def test_parts_in_one_or_two_directions_hand_over_what_was_estimated(together, case):
+    """And beside it a number for each parameter, by which ranks tell whether they need it, and the
+    vote."""
+    num, strategy, roads = PAIRED[case]
+    flags = Road(SUM, Axis.DATA, 2)
+    num_flags = {"panels and replicas": 2 * DEPTH}.get(case, DEPTH) * (flags in roads)
+    needs = of(strategy, num)
+    for need, its in zip(needs, told(together, strategy, num), strict=True):
+        votes = {road: its.pop(road) for road in list(its) if road.axis is Axis.ALL}
+        assert votes == {Road(SUM, Axis.ALL, num): 3 * 8}
+        assert set(its) == roads
+        sent = sum(road.sent_bytes(payload) for road, payload in its.items())
+        assert sent == need.sent + flags.sent_bytes(4 * num_flags)
 
 
 def test_data_parallel_hands_over_its_gradients(together):
@@ -148,13 +209,18 @@ def test_a_server_and_its_workers_send_the_model(together):
     assert replica == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [DataParallel(), Pipeline(NUM, "1f1b", 4, copy_every=0), Sharded(copy_every=0)],
-    ids=lambda strategy: type(strategy).__name__,
-)
-def test_the_wire_carries_what_follows(together, strategy):
+WIRED = {
+    "replicas": (NUM, DataParallel()),
+    "stages": (NUM, Pipeline(NUM, "1f1b", 4, copy_every=0)),
+    "rows": (NUM, Sharded(copy_every=0)),
+} | {case: (num, strategy) for case, (num, strategy, _) in PAIRED.items()}
+
+
+@pytest.mark.parametrize("case", WIRED)
+def test_the_wire_carries_what_follows(together, case):
     """By the kernel's count of what the group's sockets sent, within 3 %; no more, no less."""
+
+    num, strategy = WIRED[case]
 
     def body(_):
         trainer = make(strategy)
@@ -163,6 +229,6 @@ def test_the_wire_carries_what_follows(together, strategy):
         roads = [r for s, r in payloads(since=1).items() if s < 11]
         return sent, sum(road.sent_bytes(n) for step in roads for road, n in step.items())
 
-    pairs = together(NUM, body)
+    pairs = together(num, body)
     for sent, told in pairs:
         assert sent == pytest.approx(told, rel=0.03), pairs

@@ -280,8 +280,10 @@ def _is_meant(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def summed_bytes(model: nn.Module, plan: Mapping[str, ParallelStyle], inputs: Any) -> int | None:
-    """What a pass forward and back has to sum over the ranks, in bytes.
+def summed_bytes(
+    model: nn.Module, plan: Mapping[str, ParallelStyle], inputs: Any
+) -> dict[str, int] | None:
+    """Name of each planned layer -> what a pass forward and back sums over the ranks, in bytes.
 
     Layers that are cut by rows sum what they return; those that are cut by columns the gradient of
     what they are given, if that has one.
@@ -294,25 +296,23 @@ def summed_bytes(model: nn.Module, plan: Mapping[str, ParallelStyle], inputs: An
     Returns:
         None: other layers are planned, of which this is not known.
     """
-    num_bytes, hooks = 0, []
-    found = planned(model, plan)
+    hooks, found = [], planned(model, plan)
+    num_bytes = {name: 0 for name, _ in found}
 
-    def by_rows(_module: Any, _given: Any, returned: Tensor) -> None:
-        nonlocal num_bytes
-        num_bytes += returned.nbytes
+    def by_rows(name: str, _module: Any, _given: Any, returned: Tensor) -> None:
+        num_bytes[name] += returned.nbytes
 
-    def by_columns(_module: Any, given: tuple[Tensor, ...]) -> None:
-        nonlocal num_bytes
-        num_bytes += given[0].nbytes if given[0].requires_grad else 0
+    def by_columns(name: str, _module: Any, given: tuple[Tensor, ...]) -> None:
+        num_bytes[name] += given[0].nbytes if given[0].requires_grad else 0
 
     if not all(_is_usual(style) for _, style in found):
         return None
     for name, style in found:
         part = model.get_submodule(name)
         if isinstance(style, RowwiseParallel):
-            hooks.append(part.register_forward_hook(by_rows))
+            hooks.append(part.register_forward_hook(functools.partial(by_rows, name)))
         else:
-            hooks.append(part.register_forward_pre_hook(by_columns))
+            hooks.append(part.register_forward_pre_hook(functools.partial(by_columns, name)))
     with torch.device("meta"), torch.enable_grad():
         model(inputs)
     for hook in hooks:
