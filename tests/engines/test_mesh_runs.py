@@ -1,4 +1,4 @@
-"""Two pipelines beside each other train on when a stage of one is lost: its twin has it."""
+"""Ranks in two directions train on when one is lost: its twin has its part, or its neighbour."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,39 @@ import training
 from training import cell_in_parts, kill_each
 
 CELL = cell_in_parts("Mesh(pipeline=Pipeline(2, '1f1b', 4, copy_every=5), data=2)")
+STAGES = "pipeline=Pipeline(2, '1f1b', 4, split=[7, 8], copy_every=5)"
+PLAN = """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+PLAN = {str(4 * i): ColwiseParallel() for i in range(3)}
+PLAN |= {str(4 * i + 2): RowwiseParallel() for i in range(3)}
+"""
+DIVIDED = {
+    "rows": cell_in_parts(f"Mesh({STAGES}, data=Sharded())"),
+    "panels": cell_in_parts(f"Mesh({STAGES}, tensor=TensorParallel(PLAN))", PLAN),
+}
 
 
 def test_a_stage_that_is_lost_comes_from_its_twin(cluster, until):
     """Killed in the middle of a pass perhaps, or of a sum; the curve is that of an undisturbed
     run."""
     kill_each(cluster(4), until, CELL, 2, seed=9)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", DIVIDED)
+def test_a_piece_of_a_stage_comes_from_the_neighbours_copy(cluster, until, how):
+    """Nobody else has it: all go back to that step; the curve is that of an undisturbed run."""
+    kill_each(cluster(4), until, DIVIDED[how], 1, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("how", DIVIDED)
+def test_any_piece_of_any_stage_may_be_lost(cluster, until, how, seed):
+    """At any moment: while a stage is gathered, within its layers, between stages, in the vote."""
+    kill_each(cluster(4), until, DIVIDED[how], 8, seed)
 
 
 @pytest.mark.slow

@@ -317,11 +317,19 @@ def test_stages_that_are_divided_are_cut_anew(follow, together, how, case):
             assert outcomes[number][1] == num_again
 
 
-def test_three_of_a_mesh_of_four_say_how_many_there_must_be(together, tmp_path):
+@pytest.mark.parametrize(
+    "strategy",
+    mostly_slow(
+        [Mesh(pipeline=2, data=2), Mesh(pipeline=2, tensor=2), Mesh(pipeline=2, data=Sharded())],
+        Mesh(pipeline=2, data=2),
+    ),
+    ids=repr,
+)
+def test_three_of_a_mesh_of_four_say_how_many_there_must_be(together, tmp_path, strategy):
     """On each of them, and none trains on."""
 
     def body(number):
-        rank = Rank(number, tmp_path, lambda: gpt(Mesh(pipeline=2, data=2)))
+        rank = Rank(number, tmp_path, lambda: gpt(strategy))
         assert rank.form(0, (0, 1, 2, 3))
         rank.train(2)
         if rank.form(1, (0, 1, 2)):

@@ -16,6 +16,7 @@ from nbdist.train import (
 )
 from nbdist.train.strategies.axes import Axes
 from nbdist.train.strategies.copies import Kept, Spread, Stand, are_together, newest
+from nbdist.train.strategies.grid import Grid
 from nbdist.train.strategies.twins import buckets
 
 
@@ -41,12 +42,40 @@ def test_who_has_what(axes, num_ranks, parts, places):
 
 
 @pytest.mark.parametrize(
-    ("axes", "num_ranks"), [(Axes(2), 3), (Axes(4), 2), (Axes(num_twins=2), 3)]
+    ("axes", "num_ranks"), [(Axes(2), 3), (Axes(4), 2), (Grid(2), 3), (Grid(num_pieces=4), 2)]
 )
 def test_numbers_of_ranks_that_do_not_fit(axes, num_ranks):
     """Some would have nothing to do, or a model would lack parts."""
     assert not axes.fits(num_ranks)
     assert "a multiple of" in axes.wanted
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_ranks", "stages", "pieces", "places"),
+    [
+        (Grid(num_pieces=2), 4, [0, 0, 1, 1], [0, 1, 0, 1], [(0, 1)] * 4),
+        (Grid(2), 6, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, [(0, 1)] * 6),
+        (Grid(2, has_rows=True), 4, [0, 1, 0, 1], [0, 0, 1, 1], [(0, 2)] * 2 + [(1, 2)] * 2),
+        (Grid(2, has_rows=True), 2, [0, 1], [0, 0], [(0, 1)] * 2),
+        (Grid(num_pieces=2), 1, [0], [0], [(0, 1)]),
+        (Grid(2, has_rows=True), 1, [0], [0], [(0, 1)]),
+    ],
+)
+def test_who_has_which_piece_of_which_stages(grid, num_ranks, stages, pieces, places):
+    """All hold something of their own, next to those that they talk to most; who has the same
+    stages takes the same samples, or with rows each its own."""
+    ranks = range(num_ranks)
+    assert grid.fits(num_ranks)
+    assert [grid.stages(rank, num_ranks).rank for rank in ranks] == stages
+    assert [grid.pieces(rank, num_ranks).rank for rank in ranks] == pieces
+    assert [grid.place(rank, num_ranks) for rank in ranks] == places
+    assert [grid.twins(rank, num_ranks) for rank in ranks] == [(0, 1)] * num_ranks
+    for rank in ranks:
+        own = grid.together(grid.stages(rank, num_ranks), grid.pieces(rank, num_ranks))
+        assert own == grid.portion(rank, num_ranks) == (rank, num_ranks)
+    for pipeline in grid.pipelines(num_ranks):
+        assert [stages[rank] for rank in pipeline] == sorted(set(stages))
+        assert len({pieces[rank] for rank in pipeline}) == 1
 
 
 def test_a_part_comes_from_its_twin():
@@ -152,6 +181,21 @@ def test_what_it_costs():
             assert need == alone._replace(sent=alone.sent + alone.gradients)
         assert made.ranks[0].copies > 0
     assert estimate(model, Mesh(tensor=2, data=2), 4).ranks[0].sent is None
+    whole = estimate(model, DataParallel(), 1).ranks[0]
+    piped = estimate(model, Pipeline(2), 2, sample=tokens, global_batch=8).ranks
+    for mesh in (Mesh(pipeline=2, tensor=2), Mesh(pipeline=2, data=Sharded())):
+        made = estimate(model, mesh, 4, sample=tokens, global_batch=8).ranks
+        halves = [(made[0], made[1]), (made[2], made[3])]
+        if mesh.tensor is None:
+            halves = [(made[0], made[2]), (made[1], made[3])]
+            assert sum(need.parameters for need in made) == whole.parameters
+        for stage, ranks in zip(piped, halves, strict=True):
+            assert all(need.parameters < stage.parameters for need in ranks)
+            assert sum(need.parameters for need in ranks) >= stage.parameters
+            assert all((need.gathered > 0) == (mesh.tensor is None) for need in ranks)
+        assert made[0].copies > 0
+    one = Mesh(pipeline=2, data=Sharded())
+    assert estimate(model, one, 4, sample=tokens).ranks[0].sent is None
     with pytest.raises(ValueError, match="mesh of 2 x 2 ranks"):
         estimate(model, Mesh(pipeline=2, data=2), 6)
 
@@ -162,6 +206,12 @@ def test_it_describes_itself():
     assert "cut into 2 stages" in said
     assert "2(d−1)/d times their bytes" in said
     assert "matrices that the plan cuts" in Mesh(tensor=2, data=2).describe()
+    both = Mesh(pipeline=2, tensor=2).describe()
+    assert "cut into 2 stages" in both
+    assert "matrices that the plan cuts" in both
+    rows = Mesh(pipeline=2, data=Sharded()).describe()
+    assert "1/d of the rows of the same stages" in rows
+    assert "2(d−1)/d times the stages' bytes" in rows
 
 
 def test_buckets_are_full_and_of_one_type():
