@@ -150,6 +150,47 @@ def test_twins_stay_equal(together):
     assert [first[1], second[1], third[1], fourth[1]] == [0, 0, 2, 2]
 
 
+@pytest.mark.parametrize("strategy", [BOTH, ROWS], ids=["panels", "rows"])
+def test_an_own_loop_over_stages_that_are_divided(together, strategy):
+    """It calls `step.train`; what an attempt that broke has left in the stages is let go."""
+
+    def body(strategy):
+        trainer = usual(strategy)
+        for step in trainer.steps(4):
+            division = getattr(trainer.model, "division", None)
+            if division is not None and step.number == 2:
+                division.come()
+                for parameter in trainer.model.stages.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                trainer._state.exchange.begin(dist.get_rank(), 4, step.generation)
+            with step:
+                for batch in step.batches():
+                    step.train(batch)
+        return trainer.history["loss"].tolist()
+
+    (expected,) = together(1, lambda _: body(DataParallel()))
+    for losses in together(4, lambda _: body(strategy)):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_plan_that_stages_lack_something_of_is_refused(together):
+    """On all ranks, also on those whose stages are as they should be."""
+
+    def build():
+        row = [nn.Linear(FEATURES, WIDTH), nn.PReLU(), nn.Linear(WIDTH, WIDTH)]
+        return nn.Sequential(*row, nn.Linear(WIDTH, CLASSES))
+
+    def body(_):
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        stages = Pipeline(2, "1f1b", 4, split=[3, 1])
+        trainer = usual(Mesh(pipeline=stages, tensor=TensorParallel(plan)), model=build)
+        with pytest.raises(ValueError, match=r"different gradients of 1\.weight, which each has"):
+            trainer.fit(1)
+        return trainer.step
+
+    assert together(4, body) == [0] * 4
+
+
 def test_a_made_module_is_taken_from_rank_0(together):
     """By all ranks, whichever part they hold."""
 

@@ -11,7 +11,7 @@ from torch import nn
 from nbdist.train import GPT, GPTConfig
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies import building, splitting
-from nbdist.train.strategies.held import Layout, hold
+from nbdist.train.strategies.held import Cut, Layout, hold
 from nbdist.train.strategies.pieces import Pieces
 
 SMALL = GPTConfig(num_layers=2, num_heads=2, width=16, context=8, vocabulary=32)
@@ -86,7 +86,7 @@ def held(rank, *, model=lambda: GPT(SMALL), given=None, owners=(0, 1, 2), split=
 
     layout = Layout(owners, rank, max(owners) + 1)
     sample = torch.zeros(1, 8, dtype=torch.int64)
-    return hold(make, given=given, split=split, layout=layout, sample=lambda: sample)
+    return hold(make, given=given, cut=Cut(split, layout, lambda: sample))
 
 
 @pytest.mark.parametrize("tied", [False, True])
