@@ -131,15 +131,19 @@ class Sometimes(nn.Module):
         return self.drop(self.norm(x))
 
 
+SOMETIMES = Pipeline(2, "1f1b", 2, split=[2, 1])
+
+
+def build_sometimes():
+    return nn.Sequential(nn.Linear(FEATURES, WIDTH), Sometimes(), nn.Linear(WIDTH, CLASSES))
+
+
 def test_twins_stay_equal(together):
     """Whatever their samples need of the model, in parameters, statistics and what the optimizer
     keeps; and they draw different random numbers."""
 
-    def build():
-        return nn.Sequential(nn.Linear(FEATURES, WIDTH), Sometimes(), nn.Linear(WIDTH, CLASSES))
-
     def body(_):
-        trainer = usual(Mesh(pipeline=Pipeline(2, "1f1b", 2, split=[2, 1]), data=2), model=build)
+        trainer = usual(Mesh(pipeline=SOMETIMES, data=2), model=build_sometimes)
         trainer.fit(4)
         unused = dict(trainer.model.named_parameters()).get("1.unused")
         assert unused is None or (unused.tolist(), unused.grad) == ([1.0] * 3, None)
@@ -148,6 +152,24 @@ def test_twins_stay_equal(together):
     first, second, third, fourth = together(4, body)
     assert first[0] == third[0] != second[0] == fourth[0]
     assert [first[1], second[1], third[1], fourth[1]] == [0, 0, 2, 2]
+
+
+def test_rows_are_the_training_of_twins(together):
+    """In losses and statistics, whatever their samples need, and with the same random numbers."""
+
+    def body(data):
+        trainer = usual(Mesh(pipeline=SOMETIMES, data=data), model=build_sometimes)
+        losses = trainer.fit(4)["loss"].tolist()
+        unused = dict(trainer.model.named_parameters()).get("1.unused")
+        assert unused is None or (set(unused.tolist()), unused.grad) == ({1.0}, None)
+        return losses, {name: b.double().numpy() for name, b in trainer.model.named_buffers()}
+
+    twins = together(4, lambda _: body(2))
+    for (losses, buffers), (its, their) in zip(
+        together(4, lambda _: body(Sharded())), twins, strict=True
+    ):
+        assert losses == pytest.approx(its, rel=1e-5)
+        assert not their or far(buffers, their) <= 1e-5
 
 
 @pytest.mark.parametrize("strategy", [BOTH, ROWS], ids=["panels", "rows"])

@@ -123,11 +123,10 @@ def hold(
     model = part([])
     device, whole = next(model.parameters()).device, without_memory(model)
     del model
+    counts = cut.counts(splitting.blocks_of(whole, cut.split))  # of layers as they are
     division = _division(within, whole, device, axes)
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    blocks = splitting.blocks_of(whole, cut.split)
-    counts = cut.counts(blocks)
-    stages = splitting.cut(blocks, counts)
+    stages = splitting.cut(splitting.blocks_of(whole, cut.split), counts)
     own = [p for number in cut.layout.own for p in stages[number].parameters()]
     fill(whole, {names[id(p)]: p for p in own if id(p) in names}, part, division)
     portion = axes.together(Portion(cut.layout.rank, cut.layout.num_ranks), division.portion)
