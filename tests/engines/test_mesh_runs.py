@@ -26,7 +26,7 @@ def test_a_stage_that_is_lost_comes_from_its_twin(cluster, until):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", DIVIDED)
+@pytest.mark.parametrize("how", ["rows", pytest.param("panels", marks=pytest.mark.slow)])
 def test_a_piece_of_a_stage_comes_from_the_neighbours_copy(cluster, until, how):
     """Nobody else has it: all go back to that step; the curve is that of an undisturbed run."""
     kill_each(cluster(4), until, DIVIDED[how], 1, seed=3)

@@ -1,5 +1,7 @@
 """Ranks along two axes are the same training as one process does."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,10 +67,16 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("strategy", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("case", mostly_slow(CHANGES, "uneven", "counted"))
-def test_the_gradient_is_that_of_one_process(together, strategy, case):
+QUICK = [*itertools.product(("pipelines", "tensors"), ("uneven", "counted"))]
+QUICK += [("pipelines of panels", "uneven"), ("of rows", "uneven")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), mostly_slow([*itertools.product(MESHES, CHANGES)], *QUICK)
+)
+def test_the_gradient_is_that_of_one_process(together, kind, case):
     """Whatever the shares of the models are, and however often they go through them."""
+    strategy = MESHES[kind]
     changes = CHANGES[case]
     single = {name: value for name, value in changes.items() if name != "accumulate"}
     ((expected, loss),) = together(1, lambda _: gradients_of(DataParallel(), **single))

@@ -303,7 +303,6 @@ DIVIDED = {
     mostly_slow(
         list(itertools.product(DIVIDED, PIECED)),
         ("by rows", "back again"),
-        ("by panels", "back again"),
     ),
 )
 def test_stages_that_are_divided_are_cut_anew(follow, together, how, case):
