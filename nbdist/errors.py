@@ -8,6 +8,7 @@ the border where they enter (`session.cells` for engines, `session.link` for the
 from __future__ import annotations
 
 from opcode import opmap
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -239,6 +240,15 @@ def is_raised_by_us(traceback: TracebackType) -> bool:
         traceback = traceback.tb_next
     code, place = traceback.tb_frame.f_code, traceback.tb_lasti
     return _is_of(_OURS, traceback) and code.co_code[place] == opmap["RAISE_VARARGS"]
+
+
+def forget(error: BaseException) -> None:
+    """Let go of what an error's frames hold.
+
+    Tensors and the group, that is: neither a model nor the next group has room while they live.
+    """
+    clear_frames(error.__traceback__)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def leave_out_ours(traceback: TracebackType | None) -> TracebackType | None:

@@ -12,7 +12,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nbdist.engine.port import Drivable, Port, is_trainer
-from nbdist.errors import WrongState
+from nbdist.engine.room import give_back
+from nbdist.errors import OutOfMemory, WrongState, forget
 from nbdist.protocol import runs as rn
 
 if TYPE_CHECKING:
@@ -367,6 +368,9 @@ class Runs:
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it is reported
             log.info("the run's loop ended: %s: %s", type(error).__name__, error)
             port.raised(error)
+            forget(error)
+            if isinstance(error, OutOfMemory):
+                give_back()
 
 
 def _shared_step(trainer: Drivable) -> int | None:

@@ -11,12 +11,12 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.engine import emit
-from nbdist.errors import WrongState
+from nbdist.errors import WrongState, forget
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.train import snapshot
 from nbdist.train.desk import Desk
-from nbdist.train.memory import explained, forget
+from nbdist.train.memory import explained
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import set_base_rate
 from nbdist.train.step import Step
@@ -189,13 +189,14 @@ def _is_ready(state: State, port: RunPort) -> bool:
         if _is_due(state, port):
             port.begin_step(state.step, patient=True)
             _evaluate(state, port)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - it is raised again, or what it became
         if not port.broken(state.step, error):
             said = explained(error, state.recipe.strategy, state.module)
             port.raised(said)
-            if said is not error:
-                raise said from error
-            raise
+            try:
+                raise said
+            finally:
+                del said  # or its frames hold it, and what they hold lives with them
         forget(error)
         return False
     return True

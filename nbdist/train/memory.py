@@ -1,4 +1,4 @@
-"""What errors hold is let go; those that say that memory ran out say for what, and what helps.
+"""What trainers that are gone hold is let go; errors that say that memory ran out say for what.
 
 Runs in the engine's main thread, or in a process of its own.
 """
@@ -6,11 +6,12 @@ Runs in the engine's main thread, or in a process of its own.
 from __future__ import annotations
 
 import resource
-import traceback
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
+from nbdist.engine.room import give_back
 from nbdist.errors import OutOfMemory
 
 if TYPE_CHECKING:
@@ -22,14 +23,23 @@ _SAID = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 """How torch says it where it raises a plain RuntimeError."""
 _LIMITS = {"RLIMIT_DATA": resource.RLIMIT_DATA, "RLIMIT_AS": resource.RLIMIT_AS}
 
+_held: list[tuple[weakref.ref[object], weakref.ref[object]]] = []
+"""Trainers of this process, and what each of them holds."""
 
-def forget(error: BaseException) -> None:
-    """Let go of what an error's frames hold.
 
-    Tensors and the group, that is: the next one cannot be formed well while the old one lives.
+def note(trainer: object, state: object) -> None:
+    """A trainer holds this; once it is gone, `make_room` lets go of it."""
+    _held.append((weakref.ref(trainer), weakref.ref(state)))
+
+
+def make_room() -> None:
+    """Before a trainer is made: let go of what those hold that are gone.
+
+    torch's wrappers make cycles, through which gigabytes may wait until Python looks for them.
     """
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = error.__context__ = error.__cause__ = None
+    _held[:] = [pair for pair in _held if pair[1]() is not None]
+    if any(trainer() is None for trainer, _ in _held):
+        give_back()
 
 
 def is_exhausted(error: BaseException) -> bool:

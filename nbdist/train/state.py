@@ -5,6 +5,7 @@ Runs in the engine's main thread; making one does no communication.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,8 @@ from nbdist.train.sampling import Sampling, share
 from nbdist.train.vote import FIRST_BUFFER
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
     from nbdist.train.recipe import Recipe
@@ -91,7 +94,7 @@ class State:
         self._parameters = list(module.parameters())
         self.device = self._parameters[0].device
         self.optimizer = self.recipe.make_optimizer(module)
-        self.optimizer.register_step_pre_hook(self._refuse_step)
+        self.optimizer.register_step_pre_hook(_refusing(weakref.ref(self)))
         self.scheduler = self.recipe.make_scheduler(self.optimizer)
         self.buffers = Buffers(module)
 
@@ -170,12 +173,23 @@ class State:
         """Note a number."""
         self.logged.setdefault(name, deque(maxlen=MAX_LOGGED)).append((step, value))
 
-    def _refuse_step(self, *_args: Any) -> None:
-        if self.is_in_step:
+
+def _refusing(state: weakref.ref[State]) -> Callable[..., None]:
+    """What the optimizer calls before its step.
+
+    It does not hold the state: what a trainer holds is let go with it, not when Python next looks
+    for cycles.
+    """
+
+    def refuse(*_args: Any) -> None:
+        its = state()
+        if its is not None and its.is_in_step:
             raise WrongState(
                 "optimizer.step() was called in the body of a step. The trainer steps the "
                 "optimizer itself at the end of `with step:`, on all ranks or on none; leave it out"
             )
+
+    return refuse
 
 
 def _make_evaluator(recipe: Recipe, objective: Objective) -> Evaluator | None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 import torch
 
-from nbdist.errors import WrongState
+from nbdist.errors import WrongState, forget
 from nbdist.train.loading import to_device
-from nbdist.train.memory import explained, forget
+from nbdist.train.memory import explained
 from nbdist.train.objective import weigh
 from nbdist.train.randomness import seed_all, seed_of
 from nbdist.train.rates import present_rate, step_scheduler
@@ -253,9 +253,12 @@ class Step:
             said = explained(error, state.recipe.strategy, state.module)
             self._port.raised(said)
             state.end_walk()
-            if said is not error:
+            if said is error:
+                return False
+            try:
                 raise said
-            return False
+            finally:
+                del said, error  # or its frames hold it, and what they hold lives with them
         state.attempt += 1
         forget(error)
         return True

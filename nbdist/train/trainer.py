@@ -14,7 +14,7 @@ from nbdist import checkpoints
 from nbdist.engine import runs
 from nbdist.errors import WrongState
 from nbdist.train import checkpoint, loop, resume, snapshot
-from nbdist.train.memory import explained
+from nbdist.train.memory import explained, make_room, note
 from nbdist.train.ports import Rows, SoloPort
 from nbdist.train.recipe import Precision, Recipe
 from nbdist.train.state import State
@@ -105,13 +105,16 @@ class Trainer:
         )
 
     def _set_up(self, recipe: Recipe) -> None:
+        make_room()
         try:
             self._state = State(recipe)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is raised again, or what it became
             said = explained(error, recipe.strategy)
-            if said is not error:
-                raise said from error
-            raise
+            try:
+                raise said
+            finally:
+                del said  # or its frames hold it, and what they hold lives with them
+        note(self, self._state)
         self._rows = Rows()
         self._evaluations: list[Evaluation] = []
 

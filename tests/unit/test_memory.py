@@ -1,13 +1,16 @@
 """Where memory runs out, the error says for what, and what would need less."""
 
+import gc
 import resource
+import weakref
 
 import pytest
 import torch
+from torch import nn
 from trainers import FakePort, go, make
 
-from nbdist.errors import OutOfMemory
-from nbdist.train import DataParallel, Pipeline
+from nbdist.errors import OutOfMemory, forget
+from nbdist.train import DataParallel, LocalSGD, Pipeline
 from nbdist.train.memory import explained, is_exhausted
 
 TORCHS = RuntimeError(
@@ -67,3 +70,75 @@ def test_a_run_ends_with_it():
     assert "memory ran out in training" in dict(port.told)["raised"]
     with pytest.raises(OutOfMemory, match="while the model was being made"):
         make(model=fail)
+
+
+@pytest.fixture
+def uncollected():
+    """Python looks for no cycles meanwhile."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held_by(trainer):
+    """What it consists of, watched."""
+    state = trainer._state
+    return [weakref.ref(part) for part in (state, state.module, state.optimizer, state.exchange)]
+
+
+STRATEGIES = (DataParallel(), Pipeline(1, "1f1b", 2, copy_every=0), LocalSGD(2))
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
+def test_what_a_trainer_holds_goes_with_it(strategy):
+    """At once: its parts hold one another in no circle, for which memory would have to wait."""
+    make(
+        model=lambda: nn.Sequential(nn.Linear(4, 1)), strategy=strategy
+    )  # torch's own first time makes circles
+    gc.collect()
+    parts = held_by(make(model=lambda: nn.Sequential(nn.Linear(4, 1)), strategy=strategy))
+    assert [part() for part in parts] == [None] * len(parts)
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_an_error_keeps_nothing_of_a_trainer():
+    """Once it has been told, and what its frames hold was let go."""
+    make()
+    gc.collect()
+
+    def run_out(*_):
+        raise MemoryError
+
+    trainer, port = make(), FakePort(3)
+    trainer.model.register_forward_hook(run_out)
+    parts = held_by(trainer)
+    try:
+        go(trainer, port)
+    except OutOfMemory as error:
+        forget(error)
+    del trainer, port
+    assert [part() for part in parts] == [None] * len(parts)
+
+
+class Circle:
+    """Holds itself, as torch's wrappers do."""
+
+    def __init__(self):
+        self.own = self
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_what_trainers_that_are_gone_left_makes_room_for_the_next():
+    """Also where only cycles hold it; those that live keep what they have."""
+    trainer = make()
+    trainer._state.circle = circle = Circle()
+    circle.state = trainer._state
+    parts, other = held_by(trainer), make()
+    kept = held_by(other)
+    del trainer, circle
+    assert parts[0]() is not None
+    make()
+    assert [part() for part in parts] == [None] * len(parts)
+    assert None not in [part() for part in kept]

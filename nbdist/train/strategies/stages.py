@@ -54,8 +54,8 @@ class Stages(Settling[Held]):
     ) -> None:
         self._schedule, self._seed = schedule, seed
         self._num_microbatches = num_microbatches
-        numeric = Objective(None, None, precision)
-        self._passage = Passage(lambda: numeric.autocast(self._device))
+        numeric, device = Objective(None, None, precision), next(held.parameters()).device
+        self._passage = Passage(lambda: numeric.autocast(device))  # holds no `self`, nor the model
         super().__init__(held, copy_every=copy_every)
         from nbdist.train.strategies import torch_pipeline  # noqa: PLC0415 - it takes a second
 
