@@ -28,6 +28,7 @@ BENCHMARKS = (
     "views",
     "pipelines",
     "divided",
+    "serving",
     "telemetry",
     "memory",
 )
