@@ -355,6 +355,16 @@ FIGURES = (
     ),
     *_pipelines(),
     *_divided(),
+    *(
+        Figure(
+            benchmark="serving",
+            label=f"parameter server, 5 workers, one 4 × slower, {mode}: step / at best",
+            value=f"{mode} step",
+            unit="×",
+            bound=1 / share,
+        )
+        for mode, share in (("async", 0.9), ("sync", 0.95))
+    ),
     Figure(benchmark="telemetry", label="a telemetry event", value="event", unit="µs", bound=1e-6),
     Figure(benchmark="memory", label="memory of an engine, its own (USS)", value="uss", unit="MB"),
     Figure(benchmark="memory", label="memory of an engine, its part (PSS)", value="pss", unit="MB"),

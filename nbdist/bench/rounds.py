@@ -16,6 +16,7 @@ from nbdist.bench import (
     pushes,
     recovery,
     roundtrip,
+    serving,
     steps,
     views,
 )
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from nbdist.bench.figures import Samples
     from nbdist.bench.plan import Plan
 
+_WHOLE: dict[str, Callable[[Samples], None]] = {
+    "telemetry": emission.measure,
+    "pipelines": pipelines.measure,
+    "serving": serving.measure,
+}
 _IN_FOUR = ("roundtrip", "push", "loss", "raise", "supervisor", "scale", "shutdown", "memory")
 
 
@@ -53,17 +59,16 @@ def play(plan: Plan, samples: Samples, *, say: Callable[[str], None]) -> list[st
 def _play_round(number: int, plan: Plan, samples: Samples) -> None:
     if plan.wants("start"):
         first_cell.measure(number, samples)
-    if plan.wants("telemetry"):
-        emission.measure(samples)
     if plan.wants("steps"):
         steps.measure(plan.num_blocks, samples)
     if plan.wants("views"):
         views.measure(plan.num_blocks // 2, samples)
-    if plan.wants("pipelines"):
-        pipelines.measure(samples)
     if plan.wants("divided"):
         divided.copy(plan.num_blocks // 2, samples)
         divided.kill(number, plan.num_kills_in_run // 2, samples)
+    for name, measure in _WHOLE.items():
+        if plan.wants(name):
+            measure(samples)
     if plan.wants("recovery"):
         recovery.kill(number, plan.num_kills_in_run, samples)
         recovery.scale(samples)

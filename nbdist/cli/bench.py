@@ -29,6 +29,7 @@ BENCHMARKS = (
     "views",
     "pipelines",
     "divided",
+    "serving",
     "telemetry",
     "memory",
 )

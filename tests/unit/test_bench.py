@@ -178,6 +178,8 @@ def test_bounds():
         "sharded copied": 1.03,
         "pipeline lost": 2.0,
         "sharded lost": 2.0,
+        "async step": 1 / 0.9,
+        "sync step": 1 / 0.95,
         "event": 1e-6,
         "run lost": 0.6,
         "run refilled": 1.5,
