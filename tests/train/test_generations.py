@@ -28,7 +28,7 @@ from nbdist.train.loop import train, walk
 FEATURES, STEPS = 12, 8
 FORM_TIMEOUT = timedelta(seconds=30)
 """A newcomer here waits for its generation from the beginning of the test."""
-BREAK_LIMIT_S = 2.5
+BREAK_LIMIT_S = 4.5
 """To leave a group, a few hundredths of a second where nothing else runs; torch's own stall, where
 something still holds the group, takes five."""
 
