@@ -57,6 +57,10 @@ class Drivable(Protocol):
     def has_twin(self) -> bool:
         """Whether another rank of the present group holds what this one holds."""
 
+    @property
+    def leaves_by(self) -> int:
+        """So many ranks may leave together, and as often as they are half of all; 0: one alone."""
+
     async def drive(self, port: Port) -> None:
         """Train as the port says, giving way to the event loop between steps, until it is over."""
 

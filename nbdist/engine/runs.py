@@ -355,6 +355,7 @@ class Runs:
                 step=trainer.step,
                 is_replicated=trainer.is_replicated,
                 has_twin=trainer.has_twin,
+                leaves_by=trainer.leaves_by,
             )
         )
         task = asyncio.get_event_loop().create_task(self._drive(self.port), name="nbdist-run")

@@ -228,6 +228,9 @@ class RunBound(Event, frozen=True, kw_only=True):
     """Every rank holds the same. Where not, ranks that stand apart find together by themselves."""
     has_twin: bool = False
     """Another rank holds what this one holds, as of now, so that both need not stay."""
+    leaves_by: int = 0
+    """Else so many may leave together, and as often as they are half of all: copies of what they
+    hold are with those that stay. 0: one leaves after the other."""
     fault: RunFault | None = None
 
 

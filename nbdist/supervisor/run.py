@@ -110,6 +110,11 @@ class Run:
         """What each member holds is held by another one, too; False: it is not known."""
         return bool(self.bound) and all(bound.has_twin for bound in self.bound.values())
 
+    def num_leaving(self, num_members: int) -> int:
+        """Of so many, how many may leave together; where they have twins, any number may."""
+        by = min((bound.leaves_by for bound in self.bound.values()), default=0)
+        return max(1, num_members // 2 // by * by) if by else 1
+
     def leavers(self, membership: Membership) -> list[Slot]:
         """Members that have left the loop early."""
         return [slot for slot in membership.slots if slot in self.left]

@@ -318,13 +318,15 @@ class World:
     def _dismiss(self) -> None:
         """Have members beyond the size leave.
 
-        Where a run trains a model that is divided, one leaves after the other: only a neighbour has
-        a copy of what an engine holds, and the next group makes new ones with its first step.
+        Where a run trains a model that is divided, one leaves after the other, or as many as the
+        others have copies of: nobody else has what an engine holds, and the next group makes new
+        copies with its first step.
         """
         surplus, run = self.roster.surplus, self.runs.present
         if run is not None and run.will_go and not run.has_twins:
             is_whole = self.phase is Phase.RUNNING and run.progress.generation == self.generation
-            surplus = surplus[-1:] if is_whole and not self._leavers() else []
+            num = run.num_leaving(len(self.membership.slots))
+            surplus = surplus[-num:] if is_whole and not self._leavers() else []
         for seat in surplus:
             seat.state = SeatState.LEAVING
 

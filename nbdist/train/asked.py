@@ -67,12 +67,18 @@ def in_ring(num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
 
 
-def with_copies(needs: list[Need], copy_every: int) -> tuple[Need, ...]:
-    """Of each of the last steps that were copied, a rank's own state and that of the one before."""
+def with_copies(needs: list[Need], copy_every: int, stride: int = 1) -> tuple[Need, ...]:
+    """Of each of the last steps that were copied, a rank's own state and that of another one.
+
+    Args:
+        needs: of all ranks.
+        copy_every: 0: no copies are made.
+        stride: whose; so many before it.
+    """
     if not copy_every or len(needs) == 1:
         return tuple(needs)
     sizes = [need.parameters + need.optimizer for need in needs]
     return tuple(
-        need._replace(copies=NUM_KEPT * (sizes[rank] + sizes[rank - 1]))
+        need._replace(copies=NUM_KEPT * (sizes[rank] + sizes[rank - stride]))
         for rank, need in enumerate(needs)
     )

@@ -213,7 +213,8 @@ def _of_divided(strategy: Mesh, axes: Grid, asked: Asked) -> Estimate:
                 if id(asked.model.get_submodule(name)) in inside
             )
         needs.append(need._replace(sent=None if sent is None else sent + more))
-    return Estimate(strategy, with_copies(needs, pipeline.copy_every), laid.idle_share)
+    copied = with_copies(needs, pipeline.copy_every, axes.stride(n))
+    return Estimate(strategy, copied, laid.idle_share)
 
 
 def _of_rows(asked: Asked, whole: Mapping[str, nn.Parameter], piece: Portion) -> Need:

@@ -21,6 +21,7 @@ from nbdist.train.state import State
 from nbdist.train.strategies import DataParallel, Strategy
 from nbdist.train.strategies.axes import place_of_rank
 from nbdist.train.strategies.service import Service
+from nbdist.train.strategies.settling import Settling
 
 if TYPE_CHECKING:
     import os
@@ -149,6 +150,12 @@ class Trainer:
     def has_twin(self) -> bool:
         """Whether another rank of the present group holds what this one holds."""
         return self._state.exchange.twins(*place_of_rank()).num_places > 1
+
+    @property
+    def leaves_by(self) -> int:
+        """So many ranks may leave together, and as often as they are half of all; 0: one alone."""
+        exchange = self._state.exchange
+        return exchange.leaves_by if isinstance(exchange, Settling) else 0
 
     @property
     def num_skipped(self) -> int:

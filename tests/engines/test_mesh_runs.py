@@ -50,11 +50,12 @@ def test_any_stage_of_either_may_be_lost(cluster, until, seed):
 
 
 @pytest.mark.slow
-def test_one_of_two_models_is_given_back(cluster, until):
-    """Its ranks leave together, and come again: the other takes the whole batch, and nothing is
-    lost."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", [CELL, *DIVIDED.values()], ids=["twins", *DIVIDED])
+def test_half_of_the_ranks_are_given_back(cluster, until, cell):
+    """They leave together, and come again; the curve is that of a run that stayed as it was."""
     engines = cluster(4)
-    engines.run(CELL)
+    engines.run(cell)
     run = engines.train("trainer", steps=1_000_000)
     for size in (2, 4):
         mark = len(run.history["step"]) + 8

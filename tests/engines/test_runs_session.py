@@ -18,6 +18,7 @@ from nbdist.engine import runs as engine_runs
 
 class Counter:
     is_replicated = has_twin = True
+    leaves_by = 0
 
     def __init__(self):
         self.step, self.weight, self.lr, self.at = 0, torch.zeros(3), 0.1, time.monotonic()

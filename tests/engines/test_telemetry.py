@@ -36,6 +36,7 @@ class Counts:
 
     step = 0
     is_replicated = has_twin = True
+    leaves_by = 0
 
     async def drive(self, port):
         while not port.is_over:

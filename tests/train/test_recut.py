@@ -284,10 +284,10 @@ def test_panels_come_from_their_twins(follow, together):
 
 PIECED = {
     "one is lost": ([((0, 1, 2, 3), 8), ((0, 1, 2, 4), 14)], 2),
-    "two are left": ([((0, 1, 2, 3), 8), ((0, 2), 14)], 2),
+    "two are left": ([((0, 1, 2, 3), 8), ((0, 1), 14)], 2),
     "one is left": ([((0, 1), 8), ((1,), 14)], 2),
     "two join": ([((0, 1), 8), ((0, 1, 2, 3), 14)], 0),
-    "back again": ([((0, 1, 2, 3), 8), ((0, 2), 12), ((0, 1, 2, 3), 18)], 2),
+    "back again": ([((0, 1, 2, 3), 8), ((0, 1), 12), ((0, 1, 2, 3), 18)], 2),
     "nobody has trained": ([((0, 1, 2, 3), 0), ((0, 1), 8)], 0),
 }
 ONE_OF = Pipeline(2, "1f1b", 4, copy_every=3)

@@ -5,13 +5,15 @@ import pytest
 from nbdist.train.strategies.copies import Copies, Kept, Spread, Stand, are_together, newest
 
 
-def stand(step, rank, *steps, num_ranks=3, per_rank=1, has_left=True):
+def stand(step, rank, *steps, num_ranks=3, per_rank=1, has_left=True, stride=1):
     """Where a rank stands, with copies of these steps."""
 
     def at(step):
         return Spread(step, num_ranks, num_ranks * per_rank)
 
-    return Stand(at(step), rank, tuple(Kept(at(s), rank, has_left) for s in steps))
+    left = (rank - stride) % num_ranks if has_left else None
+
+    return Stand(at(step), rank, tuple(Kept(at(s), rank, left) for s in steps))
 
 
 def row(*told, num_ranks=3):
@@ -53,6 +55,14 @@ def test_those_that_are_left_have_the_states_of_all():
     assert newest(four[:2], 2) is None
 
 
+def test_copies_at_the_opposite_rank_outlive_half_of_all():
+    """Whichever half, as long as nobody goes together with who has its copy."""
+    four = [stand(7, rank, 4, num_ranks=4, stride=2) for rank in range(4)]
+    for staying in ((0, 1), (2, 3), (0, 3), (1, 2)):
+        assert newest([four[rank] for rank in staying], 2) == Spread(4, 4, 4)
+    assert newest([four[0], four[2]], 2) is None
+
+
 def test_what_is_kept_on_the_spot_counts_where_all_are_there():
     """Before a change of size each keeps its present state alone: it is newer than the copies."""
     here = [stand(7, rank, 7, num_ranks=2, has_left=False) for rank in (0, 1)]
@@ -64,7 +74,7 @@ def test_what_is_kept_on_the_spot_counts_where_all_are_there():
 def test_of_two_cuts_at_one_step_the_present_one_is_taken():
     """It costs no transfer of what ranks have already."""
     both = [
-        Stand(now, rank, (Kept(now, rank, True), *before.kept))
+        Stand(now, rank, (Kept(now, rank, (rank - 1) % 3), *before.kept))
         for rank, before in enumerate(row((4, 4), (4, 4), (4, 4), num_ranks=4)[:3])
         for now in [Spread(4, 3, 3)]
     ]

@@ -83,7 +83,7 @@ def test_a_part_comes_from_its_twin():
 
     def stand(step, part, *copied):
         at = [Spread(s, 2, 2) for s in (step, *copied)]
-        return Stand(at[0], part, tuple(Kept(spread, part, True) for spread in at[1:]))
+        return Stand(at[0], part, tuple(Kept(spread, part, 1 - part) for spread in at[1:]))
 
     newcomer = Stand(Spread(0, 2, 2), 1, ())
     three = [stand(7, 0, 3, 6), stand(7, 1, 3, 6), stand(7, 0, 3, 6)]

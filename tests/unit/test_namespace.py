@@ -302,6 +302,7 @@ class Counter:
     """As small as a trainer can be."""
 
     is_replicated = has_twin = True
+    leaves_by = 0
 
     def __init__(self, step, is_replicated=True):
         self.step, self.is_replicated = step, is_replicated

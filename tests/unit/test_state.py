@@ -2526,6 +2526,18 @@ def test_where_others_hold_the_same_engines_are_given_back_together():
     assert world.slots == (0, 1)
 
 
+@pytest.mark.parametrize(("by", "size", "there"), [(2, 2, 2), (2, 3, 3), (2, 1, 2), (3, 2, 3)])
+def test_where_the_others_have_copies_engines_are_given_back_in_rows(by, size, there):
+    """Up to half of them at once, those that can leave together."""
+    world = World.running(4)
+    world.train(steps=50, leaves_by=by)
+    world.commit(0, 1)
+    world.scale(size)
+    world.stand(2)
+    world.settle(step=2)
+    assert world.slots == tuple(range(there))
+
+
 def test_a_supervisor_that_takes_over_knows_for_which_cells_a_run_stands():
     """Nobody is told to go on before the kernel has said that they are over."""
     world = World.running(1)

@@ -118,6 +118,16 @@ class Axes:
         num_parts = self.num_parts(num_ranks)
         return [range(at, at + num_parts) for at in range(0, num_ranks, num_parts)]
 
+    def stride(self, num_parts: int) -> int:
+        """So many parts further the copy of one is kept."""
+        del num_parts
+        return 1
+
+    @property
+    def leaves_by(self) -> int:
+        """So many ranks may leave together, and as often as they are half of all; 0: one alone."""
+        return 0
+
     @property
     def wanted(self) -> str:
         """In words, how many ranks there may be."""

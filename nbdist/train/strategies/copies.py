@@ -1,9 +1,10 @@
-"""Copies of what ranks hold that nobody else holds, in the memory of their right neighbours.
+"""Copies of what ranks hold that nobody else holds, in the memory of others.
 
-Every so many steps each rank keeps its own state, and sends it to the next rank, which keeps it
-too. Of each, the last two are kept: a loss may come while the newest is on its way. When the ranks
-of a new group do not all stand at the same step, or do not hold the parts that they should, all go
-back to the newest step of which every state is somewhere. Runs in the engine's main thread.
+Every so many steps each rank keeps its own state, and sends it to another rank, which keeps it too:
+the next one, or where the model lies in two directions the one opposite. Of each, the last two are
+kept: a loss may come while the newest is on its way. When the ranks of a new group do not all stand
+at the same step, or do not hold the parts that they should, all go back to the newest step of which
+every state is somewhere. Runs in the engine's main thread.
 """
 
 from __future__ import annotations
@@ -44,14 +45,13 @@ class Kept(NamedTuple):
     spread: Spread
     rank: int
     """Whose place it had in it: it keeps this one's state."""
-    has_left: bool
-    """And that of the rank before."""
+    left: int | None
+    """And that of this one."""
 
     @property
     def ranks(self) -> set[int]:
         """All whose state it keeps."""
-        left = {(self.rank - 1) % self.spread.num_ranks} if self.has_left else set()
-        return {self.rank} | left
+        return {self.rank} if self.left is None else {self.rank, self.left}
 
 
 class Stand(NamedTuple):
@@ -101,30 +101,34 @@ class Copies:
     """The copies that one rank keeps."""
 
     def __init__(self) -> None:
-        self._kept: dict[Spread, tuple[int, bytes, bytes | None]] = {}
-        """What the rank was in it, its own state, and that of the rank before."""
+        self._kept: dict[Spread, tuple[int, bytes, int | None, bytes]] = {}
+        """What the rank was in it, its own state, and that of which other rank."""
 
     def keep(self, now: Spread, rank: int, keeper: Keeper) -> None:
         """Keep the present state here alone."""
-        self._keep(now, (rank, keeper.copy(), None))
+        self._keep(now, (rank, keeper.copy(), None, b""))
 
-    def renew(self, now: Spread, rank: int, keeper: Keeper, beside: Sequence[int]) -> None:
-        """Keep the present state, here and at the neighbour; every rank of the group comes here.
+    def renew(
+        self, now: Spread, rank: int, keeper: Keeper, beside: Sequence[int], stride: int
+    ) -> None:
+        """Keep the present state, here and at another rank; every rank of the group comes here.
 
         Args:
             now: where this rank stands.
             rank: whose part it holds.
             keeper: copies the state.
             beside: which ranks of the group hold the parts of the model, one after the other.
+            stride: so many parts further it is kept too.
         """
         data, num = keeper.copy(), now.num_ranks
         sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
         sizes[beside[rank]] = len(data)
         sum_on_backend(sizes)
-        before, behind = beside[(rank - 1) % num], beside[(rank + 1) % num]
+        left = (rank - stride) % num
+        before, behind = beside[left], beside[(rank + stride) % num]
         received = torch.empty(int(sizes[before]), dtype=torch.uint8)
         _move({behind: _as_tensor(data)}, {before: received})
-        self._keep(now, (rank, data, received.numpy().tobytes()))
+        self._keep(now, (rank, data, left, received.numpy().tobytes()))
 
     def gather(self, now: Spread, its_rank: int, rank: int, num_ranks: int) -> list[Stand]:
         """Where every rank of the present group stands.
@@ -137,8 +141,8 @@ class Copies:
         """
         table = torch.zeros(num_ranks, _ROW, dtype=torch.int64)
         row = [*now, its_rank]
-        for spread, (own, _, left) in self._kept.items():
-            row += [*spread, own, int(left is not None)]
+        for spread, (own, _, left, _) in self._kept.items():
+            row += [*spread, own, -1 if left is None else left]
         table[rank, : len(row)] = torch.tensor(row)
         if num_ranks > 1:
             sum_on_backend(table)
@@ -193,12 +197,12 @@ class Copies:
 
     def _of(self, spread: Spread, number: int) -> bytes | None:
         """A copy that was made; None: of what is held now there may be none."""
-        own, data, left = self._kept.get(spread, (-1, b"", None))
+        own, data, left, its_data = self._kept.get(spread, (-1, b"", None, b""))
         if number == own:
             return data
-        return left if (own - 1) % spread.num_ranks == number else None
+        return its_data if number == left else None
 
-    def _keep(self, now: Spread, kept: tuple[int, bytes, bytes | None]) -> None:
+    def _keep(self, now: Spread, kept: tuple[int, bytes, int | None, bytes]) -> None:
         self._kept.pop(now, None)
         self._kept[now] = kept
         for old in list(self._kept)[:-NUM_KEPT]:
@@ -210,7 +214,8 @@ def _read(row: Sequence[int]) -> Stand:
     for start in range(4, _ROW, 5):
         spread = Spread(*row[start : start + 3])
         if spread.num_ranks:
-            kept.append(Kept(spread, row[start + 3], bool(row[start + 4])))
+            left = row[start + 4]
+            kept.append(Kept(spread, row[start + 3], None if left < 0 else left))
     return Stand(Spread(*row[:3]), row[3], tuple(kept))
 
 

@@ -99,6 +99,15 @@ class Grid(Axes):
             return [range(at, at + num_stages) for at in range(0, num_ranks, num_stages)]
         return [range(at, num_ranks, num_pieces) for at in range(num_pieces)]
 
+    def stride(self, num_parts: int) -> int:
+        """So many parts further the copy of one is kept: with the half that stays when one goes."""
+        return max(1, num_parts // 2)
+
+    @property
+    def leaves_by(self) -> int:
+        """So many ranks may leave together, and as often as they are half of all."""
+        return self._num_pieces or self._num_stages or 1
+
     @property
     def wanted(self) -> str:
         """In words, how many ranks there may be."""

@@ -79,6 +79,11 @@ class Settling(Generic[H]):
         """Those that hold the same pieces, and take other samples."""
         return self._axes.twins(rank, world_size)
 
+    @property
+    def leaves_by(self) -> int:
+        """So many ranks may leave together, and as often as they are half of all; 0: one alone."""
+        return self._axes.leaves_by
+
     def begin(self, rank: int, world_size: int, generation: int) -> None:
         """An attempt begins: in the present group, with nothing left of the one before."""
         group = rank, world_size, generation
@@ -114,7 +119,8 @@ class Settling(Generic[H]):
         is_due = is_due and not self._copies.has(now)
         if self._copy_every and (is_new or is_due or self._copies.is_empty):
             beside = self._axes.models(num_ranks)[self._axes.twins(rank, num_ranks).at]
-            self._copies.renew(now, self._portion.rank, keeper, beside)
+            stride = self._axes.stride(len(beside))
+            self._copies.renew(now, self._portion.rank, keeper, beside, stride)
         return has_changed
 
     def _settle_in(self, keeper: Keeper) -> bool:
