@@ -11,7 +11,7 @@ import gzip
 import json
 from functools import partial
 from importlib.resources import files
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -83,10 +83,13 @@ def write_report(
 
     Raises:
         TypeError: the path is none.
+        ValueError: it is empty.
         FileUnwritable: it cannot be written there; the message says why.
     """
     if not isinstance(path, str | PathLike):
         raise TypeError(f"path={path!r}: the name of a file")
+    if not fspath(path):
+        raise ValueError("path='': the name of a file, as in run.report('run.html')")
     path = Path(path)
     text = page(story, checks=checks, reference=reference, record=record)
     try:

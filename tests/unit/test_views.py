@@ -481,6 +481,12 @@ def test_a_report_is_one_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_report_needs_a_name():
+    """It is not the present folder that cannot be written."""
+    with pytest.raises(ValueError, match=r"path='': the name of a file"):
+        write_report("", empty_story())
+
+
 def test_views_load_no_torch():
     """A notebook's kernel draws them."""
     code = "import sys\nimport nbdist.views.report\nassert 'torch' not in sys.modules"
