@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest
 PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/targets.py \
 	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
 	memories planned plans series state story tables view world) \
-	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/holdings.py nbdist/views/lanes.py nbdist/views/palette.py nbdist/views/passages.py \
+	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/distances.py nbdist/views/holdings.py nbdist/views/lanes.py nbdist/views/palette.py nbdist/views/passages.py \
 	nbdist/views/playback.py nbdist/views/ticks.py nbdist/views/traffic.py \
 	nbdist/cli/progress.py nbdist/cli/verdicts.py
 

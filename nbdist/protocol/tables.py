@@ -17,6 +17,7 @@ View = Literal[
     "pipeline",
     "traffic",
     "memory",
+    "distance",
     "membership",
 ]
 """What may be subscribed to. World, run, incidents, evaluations and counters come with all."""
@@ -92,6 +93,7 @@ TABLES: dict[str, dict[str, str]] = {
         "calls": "f4",
     },
     "memory": {"at": "f8", "bytes": "f8", "slot": "f4", "kind": "f4"},
+    "distance": {"at": "f8", "value": "f8", "slot": "f4", "kind": "f4"},
     "seats": {"at": "f8", "slot": "f4", "rank": "f4", "state": "f4", "generation": "f4"},
     "phases": {"at": "f8", "phase": "f4", "generation": "f4", "world_size": "f4"},
 }
@@ -131,12 +133,16 @@ memory: what a slot's engine held at `at`, about once a second. kind: a number o
 45 resident, 48 the most that was so far, 49 what it can have; 46 held by torch on its GPU, 50 of
 that by tensors, 51 what the GPU has. Of 48, 49 and 51 only changes have rows.
 
+distance: how far ranks were apart at `at`. kind: a number of `telemetry.Kind`: 52 at a parameter
+server, whose slot it is, one update's staleness; 53 how far the slot's parameters had drifted.
+
 seats: from `at` on, a slot has this state, a place in `STATES`, and this rank (-1: none).
 
 phases: from `at` on, the world has this phase, a place in `PHASES`, and so many members.
 
 buckets, spans and traffic hold the last steps only, each whole over all slots, and no more of them
-than have room: they are a sample. rows, steps and memory are thinned out where they are many;
+than have room: they are a sample. rows, steps, memory and distance are thinned out where they are
+many, the last one evenly;
 a frame's `thinned` names them.
 """
 
@@ -149,6 +155,7 @@ TABLES_OF: dict[View, tuple[str, ...]] = {
     "pipeline": ("spans", "plans"),
     "traffic": ("traffic",),
     "memory": ("memory", "phases"),
+    "distance": ("distance",),
     "membership": ("seats", "phases"),
 }
 """View -> the tables that it is sent."""

@@ -90,6 +90,12 @@ class Kind(IntEnum):
     """Scalar: of MEMORY_DEVICE what tensors take, bytes."""
     MEMORY_DEVICE_LIMIT = 51
     """Scalar: memory that the engine's GPU has, bytes."""
+    STALENESS = 52
+    """Scalar: how many other updates came between an update's parameters and it; told by who
+    applies it."""
+    DRIFT = 53
+    """Scalar: how far a rank's parameters were from the mean of all at an outer step, as a share of
+    the length of those that all had begun with."""
 
     STEP_BROKEN = 60
     """Instant: this attempt at the step was given up."""
@@ -122,6 +128,8 @@ SERIES = {
     Kind.MEMORY_LIMIT: "memory_limit_bytes",
     Kind.MEMORY_DEVICE_USED: "memory_device_used_bytes",
     Kind.MEMORY_DEVICE_LIMIT: "memory_device_limit_bytes",
+    Kind.STALENESS: "staleness",
+    Kind.DRIFT: "drift",
 }
 """Kinds of which a series over time is kept: of spans their duration, of scalars their value."""
 

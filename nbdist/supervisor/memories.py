@@ -1,4 +1,4 @@
-"""What engines held in memory, from their series, as parts of a table. Pure."""
+"""What engines held in memory and how far they were apart, from their series, as tables. Pure."""
 
 from __future__ import annotations
 
@@ -20,23 +20,29 @@ _KINDS = (Kind.MEMORY_RSS, Kind.MEMORY_DEVICE, Kind.MEMORY_DEVICE_USED, *_STEADY
 _NO_POINTS = np.empty(0, POINT)
 
 
-class MemoryReader:
-    """How far somebody has read.
+class PointReader:
+    """How far somebody has read points of some kinds.
 
     Args:
         since: what was told before is not looked at, but for what has not changed since.
+        kinds: which.
+        column: of the table, for their values.
+        steady: of these only changes are told.
     """
 
-    def __init__(self, since: float) -> None:
+    def __init__(
+        self, since: float, kinds: tuple[Kind, ...], column: str, steady: tuple[Kind, ...] = ()
+    ) -> None:
         self._since = since
+        self._kinds, self._column, self._steady = kinds, column, steady
         self._marks: dict[tuple[Slot, Kind], int] = {}
         """Points that were read already, of those that were ever taken in."""
         self._told: dict[tuple[Slot, Kind], float] = {}
         """The last value of what seldom changes."""
 
     def read(self, series: Series) -> list[Table]:
-        """What is new: a part for each slot and each of what it held."""
-        parts = [self._part(series, slot, kind) for slot in series.slots for kind in _KINDS]
+        """What is new: a part for each slot and each kind."""
+        parts = [self._part(series, slot, kind) for slot in series.slots for kind in self._kinds]
         return [part for part in parts if len(part["at"])]
 
     def _part(self, series: Series, slot: Slot, kind: Kind) -> Table:
@@ -45,10 +51,24 @@ class MemoryReader:
             points = history.since(self._marks.get((slot, kind), 0))
             points = points[points["at"] >= self._since]
             self._marks[slot, kind] = history.num_added
-        if kind in _STEADY and len(points):
+        if kind in self._steady and len(points):
             before = self._told.get((slot, kind), np.nan)
             self._told[slot, kind] = float(points["value"][-1])
             points = points[np.diff(points["value"], prepend=before) != 0]
         num = len(points)
         who: Table = {"slot": np.full(num, slot), "kind": np.full(num, kind)}
-        return {"at": points["at"], "bytes": points["value"], **who}
+        return {"at": points["at"], self._column: points["value"], **who}
+
+
+class MemoryReader(PointReader):
+    """Of what engines held."""
+
+    def __init__(self, since: float) -> None:
+        super().__init__(since, _KINDS, "bytes", _STEADY)
+
+
+class DistanceReader(PointReader):
+    """Of how far ranks were apart."""
+
+    def __init__(self, since: float) -> None:
+        super().__init__(since, (Kind.STALENESS, Kind.DRIFT), "value")

@@ -20,7 +20,7 @@ from nbdist.protocol.story import is_known
 from nbdist.protocol.thinning import thin
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DETAILS, DetailReader
-from nbdist.supervisor.memories import MemoryReader
+from nbdist.supervisor.memories import DistanceReader, MemoryReader
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.planned import PlanReader
 from nbdist.supervisor.view import view_of
@@ -112,6 +112,7 @@ class Packer:
         self._num_evaluations = self._num_seats = self._num_phases = 0
         self._attempts, self._details = Reader(since), DetailReader(since)
         self._plans, self._memories = PlanReader(since), MemoryReader(since)
+        self._distances = DistanceReader(since)
         self._since = since
         self._told: dict[int, Incident] = {}
         self._num_before = self._incidents_before()
@@ -169,6 +170,8 @@ class Packer:
             tables["plans"] = [self._plans.read(series)]
         if self.run is not None and "memory" in self._wanted:
             tables["memory"] = self._memories.read(series)
+        if self.run is not None and "distance" in self._wanted:
+            tables["distance"] = self._distances.read(series)
         if "seats" in self._wanted:
             tables["seats"] = [changes.seats.since(self._num_seats, room.changes)]
             self._num_seats = changes.seats.num
@@ -192,6 +195,7 @@ class Packer:
         """One table of each name, thinned out to its room; which ones were."""
         fitted, thinned = {}, []
         most = {"rows": room.rows, "steps": room.steps, "memory": room.memory}
+        most["distance"] = room.memory
         for name, parts in tables.items():
             kept = [part for part in parts if tb.num_rows(part)]
             num = sum(map(tb.num_rows, kept))

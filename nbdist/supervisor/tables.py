@@ -12,7 +12,7 @@ import numpy as np
 from nbdist.protocol.tables import PHASES, STATES, TABLES, num_rows
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DetailReader
-from nbdist.supervisor.memories import MemoryReader
+from nbdist.supervisor.memories import DistanceReader, MemoryReader
 from nbdist.supervisor.planned import PlanReader
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def run_tables(series: Series, worlds: Sequence[World]) -> dict[str, Table]:
         **DetailReader(0.0).read(series, _FOR_EVER, MAX_DETAILS, with_worst=True),
         "plans": PlanReader(0.0).read(series),
         "memory": _joined("memory", MemoryReader(0.0).read(series)),
+        "distance": _joined("distance", DistanceReader(0.0).read(series)),
         "seats": _table("seats", _seats(worlds)),
         "phases": _table("phases", _phases(worlds)),
     }

@@ -38,6 +38,7 @@ MODULES = (
     "pipeline",
     "traffic",
     "memory",
+    "distance",
     "overview",
     "ranks",
     "membership",

@@ -45,7 +45,7 @@ class Chart:
     Args:
         story: the run.
         name: "loss", "throughput", "world", "sync", "pipeline", "traffic", "memory",
-            "membership".
+            "distance", "membership".
 
     Raises:
         ValueError: there is no chart of that name.

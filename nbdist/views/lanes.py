@@ -12,7 +12,7 @@ import numpy as np
 
 from nbdist.protocol.tables import STATES
 from nbdist.protocol.telemetry import Kind
-from nbdist.views import holdings, palette, traffic
+from nbdist.views import distances, holdings, palette, traffic
 from nbdist.views.facts import counted, silences
 from nbdist.views.passages import COLOURS, NAMES, PALE_COLOURS, WAIT_COLOUR, newest_passage
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.story import RunStory
     from nbdist.protocol.tables import Table
 
-LANE_NAMES = ("sync", "pipeline", "traffic", "memory", "membership")
+LANE_NAMES = ("sync", "pipeline", "traffic", "memory", "distance", "membership")
 """Charts of lanes; each is drawn where the story has what it needs, and else says why not."""
 MAX_LANES = 16
 
@@ -267,25 +267,50 @@ def _memory(story: RunStory) -> Lanes:
             ("held on its GPU", holding.device, holdings.DEVICE_COLOUR, _LOWER),
         )
         for what, value, colour, place in rows:
-            top, bottom = _WHOLE if what == "resident" and not has_device else place
+            edges = _WHOLE if what == "resident" and not has_device else place
             if np.isfinite(value):
-                bars.append(
-                    Bar(
-                        lane=lane,
-                        top=top,
-                        bottom=bottom,
-                        began=0.0,
-                        ended=value / scale,
-                        colour=colour,
-                        what=what,
-                    )
-                )
+                bars.append(_length(lane, edges, value / scale, colour, what))
     return Lanes(
         unit=f"{unit} in memory",
         sentence=holdings.sentence(shown),
         names=_names(slots),
         bars=bars,
         keys=((holdings.PEAK_COLOUR, "most so far"),),
+    )
+
+
+def _length(lane: int, place: tuple[float, float], value: float, colour: str, what: str) -> Bar:
+    top, bottom = place
+    return Bar(lane=lane, top=top, bottom=bottom, began=0.0, ended=value, colour=colour, what=what)
+
+
+def _distance(story: RunStory) -> Lanes:
+    ages, drifts = distances.ages(story.tables), distances.drifts(story.tables)
+    said = distances.sentence(ages, drifts)
+    if ages:
+        counts = distances.counts(ages, MAX_LANES)
+        bars = [
+            _length(lane, _WHOLE, num, distances.COLOUR, f"{num:,} updates")
+            for lane, (_, num) in enumerate(counts)
+        ]
+        return Lanes(
+            unit="updates that came after so many others",
+            sentence=said,
+            names=tuple(name for name, _ in counts),
+            bars=bars,
+        )
+    bars = []
+    for lane, drift in enumerate(drifts[:MAX_LANES]):
+        colour = palette.slot_colour(drift.slot)
+        most = 100 * drift.most
+        bars.append(_length(lane, _WHOLE, most, holdings.PEAK_COLOUR, "most so far"))
+        bars.append(_length(lane, _UPPER, 100 * drift.last, colour, "at the last outer step"))
+    return Lanes(
+        unit="% of the parameters' length from the mean",
+        sentence=said,
+        names=_names([drift.slot for drift in drifts][:MAX_LANES]),
+        bars=bars,
+        keys=((holdings.PEAK_COLOUR, "most so far"),) if drifts else (),
     )
 
 
@@ -363,5 +388,6 @@ _MAKERS = {
     "pipeline": _pipeline,
     "traffic": _traffic,
     "memory": _memory,
+    "distance": _distance,
     "membership": _membership,
 }

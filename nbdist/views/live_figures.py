@@ -43,6 +43,7 @@ def live_figures() -> dict[str, bokeh_figure]:
         "traffic": _lengths(),
         "memory": _lengths(),
         "growth": _growth(),
+        "distance": _lengths(),
         "membership": _membership(),
         "incidents": _incidents(),
     }

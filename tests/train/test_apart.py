@@ -148,6 +148,31 @@ def test_it_learns(together, strategy):
     assert one[-10:].mean() < one[0] / 3
 
 
+@pytest.mark.parametrize("strategy", [LocalSGD(4), DiLoCo(4)])
+def test_how_far_a_replica_has_drifted_is_told(together, strategy):
+    """At each outer step: how far from the mean of all, as a share of where they had begun."""
+
+    def body(_):
+        trainer = make(strategy)
+        trainer.fit(3)
+        began = values(make(strategy))
+        before = []
+        exchange = trainer._state.exchange
+        settle = exchange.settle
+        exchange.settle = lambda keeper: (before.append(values(trainer)), settle(keeper))[1]
+        trainer.fit(1)
+        records = np.frombuffer(RING.drain(4096).records, RECORD)
+        told = records[records["kind"] == Kind.DRIFT]["value"]
+        return began, before[-1], told.tolist()
+
+    outcomes = together(2, body)
+    mean = np.mean([before for _, before, _ in outcomes], axis=0)
+    for began, before, told in outcomes:
+        length = np.linalg.norm(before - mean) / np.linalg.norm(began)
+        assert told == pytest.approx([length], rel=1e-4)
+        assert length > 0
+
+
 def test_a_gradient_that_is_not_finite_is_its_ranks_own(together):
     """It leaves out that step; the others do not, and nothing of it is in the mean."""
 

@@ -184,19 +184,21 @@ def test_evaluations_are_of_all_and_of_one_state(together):
 
 
 def test_what_is_sent(together):
-    """For each batch the gradients' bytes, and the parameters' bytes back."""
+    """For each batch the gradients' bytes, and the parameters' bytes back; each update's staleness
+    is told by the server."""
 
     def body(_):
         trainer = make(ASYNC, model=lambda: mlp(48, 48))
         trainer.fit(6)
         records = np.frombuffer(RING.drain(4096).records, RECORD)
         done = records[records["kind"] == Kind.BUCKET_DONE]["value"]
+        ages = records[records["kind"] == Kind.STALENESS]["value"]
         num_bytes = sum(p.nbytes for p in trainer.model.parameters())
-        return sorted((done / num_bytes).tolist())
+        return sorted((done / num_bytes).tolist()), ages.tolist()
 
     server, worker = together(2, body)
-    assert server == []
-    assert worker == [1, *[2] * 6]  # it is given the first ones
+    assert server == ([], [0] * 6)
+    assert worker == ([1, *[2] * 6], [])  # it is given the first ones
 
 
 @pytest.mark.parametrize("strategy", [SYNC, ASYNC])

@@ -6,10 +6,12 @@ import re
 
 import pytest
 from bare import VIEW
+from distant import DriftingRun, ServedRun
 from piped import PipedRun
 from synthetic import SyntheticRun
 
 from nbdist.protocol.frames import unpack
+from nbdist.views import distances
 from nbdist.views.traffic import flows, sentence
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,6 +68,37 @@ def test_what_is_held_is_told(bare):
     rows = table(page, "memory")
     assert rows[0][:6] == ["0", "410 MiB", "422 MiB", "8.00 GiB", "5 %", "30.0 MiB"]
     assert page.errors == []
+
+
+@pytest.mark.parametrize(("run", "num_bars"), [(ServedRun, 8), (DriftingRun, 8)])
+def test_how_far_ranks_are_apart_is_told_as_python_tells_it(bare, run, num_bars):
+    """The same sentence, a bar for each age or two for each slot, numbers as a table, a picture."""
+    page, frame = bare(views=("distance", "memory")), run(length_s=16.0).frame(15.0)
+    page.show(frame)
+    tables = unpack(frame)[1]
+    shown = distances.ages(tables), distances.drifts(tables)
+    assert said(page, "distance") == distances.sentence(*shown)
+    assert len(column(page, "distance", 0, "lengths", "right")) == num_bars
+    updates, drifts = shown
+    rows = [[f"{age}", f"{num}"] for age, num in updates.items()] or [
+        [f"{drift.slot}", f"{100 * drift.last:.2f}%", f"{100 * drift.most:.2f}%"]
+        for drift in drifts
+    ]
+    assert table(page, "distance") == rows
+    with page.page.expect_download() as saved:
+        panel(page, "distance").locator("button", has_text="PNG").click()
+    assert saved.value.suggested_filename == "nbdist-distance.png"
+    assert page.errors == []
+
+
+def test_ranks_that_are_not_apart_have_no_such_panel(bare):
+    """But where it alone is wanted: then it says so."""
+    page = bare(views=("distance", "memory"))
+    page.show(SyntheticRun().frame(5.0))
+    assert panel(page, "distance").is_hidden()
+    page = bare(views=("distance",))
+    page.show(SyntheticRun().frame(5.0))
+    assert "Nothing is known" in panel(page, "distance").inner_text()
 
 
 def test_before_anything_is_told_they_say_so(bare):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bare import VIEW
+from distant import DriftingRun, ServedRun
 from PIL import Image
 from piped import PipedRun
 from synthetic import SyntheticRun
@@ -26,7 +27,17 @@ MAX_DIFFERENCE = 28
 MAX_SHARE = 0.004
 """Of blocks that differ by more: a bar that is missing is 0.007."""
 MAX_BYTES = 150_000
-CASES = {"four": (4, 1300), "many": (64, 1300), "narrow": (4, 700), "piped": (4, 1300)}
+CASES = {
+    "four": (4, 1300),
+    "many": (64, 1300),
+    "narrow": (4, 700),
+    "piped": (4, 1300),
+    "served": (4, 1300),
+    "drifting": (4, 1300),
+}
+RUNS = {"piped": PipedRun, "served": ServedRun, "drifting": DriftingRun}
+VIEWS = {"served": ("loss", "distance"), "drifting": ("loss", "distance")}
+"""Where not all are shown."""
 
 
 def blocks(image: Image.Image) -> np.ndarray:
@@ -40,8 +51,9 @@ def blocks(image: Image.Image) -> np.ndarray:
 def test_it_looks_as_before(bare, case, look, tmp_path):
     """The dashboard of a fixed run looks as in the picture, in light and dark."""
     num_slots, width = CASES[case]
-    page = bare(size=(width, 3600), is_dark=look == "dark")
-    run = PipedRun() if case == "piped" else SyntheticRun(num_slots=num_slots, length_s=45.0)
+    views = {"views": VIEWS[case]} if case in VIEWS else {}
+    page = bare(size=(width, 3600), is_dark=look == "dark", **views)
+    run = RUNS[case]() if case in RUNS else SyntheticRun(num_slots=num_slots, length_s=45.0)
     page.show(run.frame(min(40.0, run.length_s - 1)))
     # However long the browser took: the freshness clock says "live".
     page.page.evaluate(f"() => {{ {VIEW}.seen = Infinity; {VIEW}.tick(); }}")

@@ -16,6 +16,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from distant import DriftingRun
 from msgspec import structs
 from piped import PipedRun
 from stories import synthetic_story
@@ -349,7 +350,11 @@ def test_lanes_that_nothing_is_known_of_say_why(name):
 @pytest.mark.parametrize("name", LANE_NAMES)
 def test_lanes_are_drawn_by_bokeh_too(name):
     """As many bars, with the names of the slots."""
-    story = synthetic_story(PipedRun(length_s=4.0) if name == "pipeline" else None)
+    made = {
+        "pipeline": lambda: PipedRun(length_s=4.0),
+        "distance": lambda: DriftingRun(length_s=9.0),
+    }
+    story = synthetic_story(made[name]() if name in made else None)
     chart, shown = figure(story, name), lanes(story, name)
     assert len(chart.renderers[0].data_source.data["left"]) == len(shown.bars) >= 4
     assert tuple(chart.yaxis[0].major_label_overrides.values()) == shown.names

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nbdist.engine import emit
+from nbdist.protocol.telemetry import Kind
 from nbdist.train.strategies import meeting
 from nbdist.train.strategies.base import Place, Summed
 from nbdist.train.strategies.data_parallel import sum_on_backend, take_from_first
@@ -104,6 +106,7 @@ class Apart(OfWhole):
             return has_changed
         means = self._flight.received()
         if all(bool(mean.isfinite().all()) for mean in means):
+            emit.scalar(Kind.DRIFT, self._flight.drift(means, fragment.anchors))
             fragment.go(means)
             fragment.take(self._mixing)
             fragment.unsent = self._flight.unsent()

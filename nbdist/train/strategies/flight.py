@@ -95,6 +95,12 @@ class Flight:
         """The means of what all have said, in the order of parameters."""
         return self._spread([summed.wait() for summed, _ in self._sums or ()])
 
+    def drift(self, means: Sequence[Tensor], anchors: Sequence[Tensor]) -> float:
+        """How far this rank was from the mean of all, as a share of the anchors' length."""
+        apart = [said - mean for said, mean in zip(self._said, means, strict=True)]
+        length = float(torch.nn.utils.get_total_norm(anchors))
+        return float(torch.nn.utils.get_total_norm(apart)) / length if length else 0.0
+
     def unsent(self) -> list[Tensor]:
         """What this rank's codes have left out, once others have all; none: nothing."""
         if self._sums is None:

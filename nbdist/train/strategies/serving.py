@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from nbdist.engine import emit
 from nbdist.engine.works import WORKS
+from nbdist.protocol.telemetry import Kind as Told
 from nbdist.protocol.traffic import Axis, Op
 from nbdist.train.strategies.attending import TAG, Attendants, Message
 from nbdist.train.strategies.parcels import Answered, Asked, Kind, Push
@@ -159,11 +160,12 @@ class Serving:
         if self._rules.quorum is not None:
             its_own = [push for worker, push in pushes.items() if worker not in late]
             values = self._parcels.with_buffers(values, its_own)
+        ages = [self._dealer.version - self._out[worker].version for worker in workers]
         for worker in workers:
             del self._pushed[worker], self._out[worker]
         self._late["applied"] += len(late)
         self._late["owed"] = len(self._out)
-        self._apply(asked, values, _TOGETHER, workers)
+        self._apply(asked, values, _TOGETHER, workers, ages)
 
     def _factor(self, version: int) -> float:
         """What gradients count that were computed with parameters of this version."""
@@ -183,9 +185,22 @@ class Serving:
     # ---- any update
 
     def _apply(
-        self, asked: Asked, values: Sequence[Tensor | None], key: int, workers: Sequence[int]
+        self,
+        asked: Asked,
+        values: Sequence[Tensor | None],
+        key: int,
+        workers: Sequence[int],
+        ages: Sequence[int] = (),
     ) -> None:
-        """Apply an update here and at the replica; only then is it told to anybody."""
+        """Apply an update here and at the replica; only then is it told to anybody.
+
+        Args:
+            asked: what it says.
+            values: gradients and buffers.
+            key: whose ticket it is.
+            workers: those that wait for it.
+            ages: of its parts, where it has any: what each had not seen.
+        """
         age = self._dealer.apply(key)
         factor = 1 / (1 + age) if self._rules.scales else 1.0
         asked = asked._replace(
@@ -199,6 +214,8 @@ class Serving:
         works, num_bytes = self._forward(asked, values)
         row = self._keeper.apply(self._parcels.update(asked, values))
         self._ages[age] += 1
+        for its in ages or [age]:
+            emit.scalar(Told.STALENESS, its)
         try:
             if works:
                 with emit.exchange(Op.SEND, Axis.COPIES, 2, num_bytes):

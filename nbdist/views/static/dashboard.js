@@ -2,6 +2,7 @@
 
 import { Look } from "./charts.js";
 import { element, number } from "./format.js";
+import { Distance } from "./distance.js";
 import { Loss } from "./loss.js";
 import { Membership } from "./membership.js";
 import { Memory } from "./memory.js";
@@ -20,6 +21,7 @@ const PANELS = /** @type {const} */ ({
   loss: Loss,
   traffic: Traffic,
   memory: Memory,
+  distance: Distance,
   membership: Membership,
 });
 const LAST_VALUES = "These are the last values.";
@@ -56,9 +58,14 @@ class Dashboard {
     this.watchTheme();
   }
 
-  /** Gradient sync is no business of a pipeline's, nor the other way round, where both are wanted. */
+  /**
+   * Gradient sync is no business of a pipeline's, nor the other way round, where both are wanted. Where ranks
+   * are not apart, and more is wanted, nothing is said of it.
+   */
   choose() {
     const one = (/** @type {string} */ name) => this.panels.find((panel) => panel.name === name);
+    const distance = one("distance");
+    if (distance && this.panels.length > 1) distance.root.hidden = !this.store.distance.length;
     const [sync, pipeline] = [one("sync"), one("pipeline")];
     if (!sync || !pipeline) return;
     sync.root.hidden = this.store.isPipeline;

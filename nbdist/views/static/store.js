@@ -108,6 +108,7 @@ export class Store {
     this.plans = new Table(MAX_DETAILS);
     this.traffic = new Table(MAX_DETAILS);
     this.memory = new Table(MAX_MEMORY);
+    this.distance = new Table(MAX_MEMORY);
     this.seats = new Table(MAX_ROWS);
     this.phases = new Table(MAX_ROWS);
     /** @type {Map<number, import("./types").Incident>} */ this.incidents = new Map();
@@ -128,7 +129,7 @@ export class Store {
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
     this.takeSteps(byTime(tables.steps), header.thinned.includes("steps"));
-    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "traffic", "memory", "seats", "phases"])) {
+    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "traffic", "memory", "distance", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
   }
