@@ -146,6 +146,10 @@ class Works:
         """What was expected is there."""
         self._settle_wait(promise, None)
 
+    def fail(self, promise: _Promise, error: Exception) -> None:
+        """What was expected will not come."""
+        self._settle_wait(promise, error)
+
     def _settle_wait(self, promise: _Promise, error: Exception | None) -> None:
         with self._lock:
             if self._open.pop(id(promise), None) is None:
