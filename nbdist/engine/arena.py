@@ -47,6 +47,7 @@ class Arena:
         self.rank, self._name = rank, name
         self._num_bytes = MARKS_BYTES + num_bytes
         self._own = _create(_part_name(name, rank), self._num_bytes)
+        self._num_cores = len(os.sched_getaffinity(0))
         self._parts: list[mmap.mmap] = []
         self._marks: list[Any] = []
         self._processes: dict[int, int] = {}
@@ -66,6 +67,11 @@ class Arena:
                 part = _map_peers(pid, _part_name(self._name, rank), self._num_bytes)
             self._parts.append(part)
             self._marks.append(memoryview(part).cast("q"))
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are more ranks than cores for them."""
+        return len(self._parts) > self._num_cores
 
     @property
     def num_ranks(self) -> int:

@@ -2,9 +2,9 @@
 
 Each rank adds up its share of a tensor, in the order of ranks, and all others copy it. A tensor of
 any size goes through in pieces that stay in the caches: while one is added, the next is given and
-the one before is taken. Who has to wait looks again and again, with naps in between,
-and after a moment waits for a promise of `works`, so that a cut frees it and a look from outside
-finds it waiting, as in gloo. Runs in the main thread.
+the one before is taken. Who has to wait looks again and again, with naps in between, and after a
+moment waits for a promise of `works`, so that a cut frees it and a look from outside finds it
+waiting, as in gloo. Runs in the main thread.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 2**19
 """What goes through at a time."""
-NUM_LOOKS = 50
-"""So often a rank looks for the others without a pause: some 50 µs."""
+NUM_LOOKS, NUM_LOOKS_CROWDED = 300, 20
+"""So often a rank looks for the others without a pause: some 200 µs, or, where ranks have to share
+cores, next to none."""
 NAP_S = 20e-6
 """Its pause from then on. Giving way with sched_yield instead hands the core to strangers for
 milliseconds; a nap is short for who was away."""
-LOOK_S = 0.05
+LOOK_S = 0.02
 """So long it looks for them itself, before it waits for a promise."""
 _PATIENT_S = 1e-3
 """So often the promise's thread looks."""
@@ -211,11 +212,11 @@ def _wait(arena: Arena, kind: int, number: int) -> None:
         DistNetworkError: one has ended, or the group was cut.
     """
     deadline = time.monotonic() + LOOK_S
-    num_looks = 0
+    num_looks, enough = 0, NUM_LOOKS_CROWDED if arena.is_crowded else NUM_LOOKS
     while not arena.have_come(kind, number):
         num_looks += 1
-        if num_looks > NUM_LOOKS:
-            if time.monotonic() > deadline:
+        if num_looks > enough:
+            if WORKS.is_cut or time.monotonic() > deadline:
                 _wait_long(arena, kind, number)
                 return
             time.sleep(NAP_S)

@@ -74,6 +74,11 @@ class Works:
         with self._lock:
             self._is_cut = False
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the present group was cut."""
+        return self._is_cut
+
     def follow(self, work: Any) -> _Promise:
         """What a collective will give; an error as soon as its group is cut.
 
