@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from nbdist.bench.figures import Samples
 
-SIZES = ((1, 40), (25, 8))
-"""In MiB, and how often in a round."""
+SIZES = ((1, 32), (25, 4))
+"""In MiB, and how many sums are timed together, one after the other."""
+_NUM_BLOCKS = 6
 _CODE = "from nbdist.bench.sums import sum_both_ways; sum_both_ways({size}, {count})"
 
 
@@ -43,7 +44,7 @@ def measure(samples: Samples) -> None:
 
 
 def sum_both_ways(size_mb: int, count: int) -> list[tuple[float, float, float]]:
-    """Seconds that each sum took on this rank: gloo, shared memory, gloo; once unmeasured."""
+    """Seconds that a sum takes here: gloo, shared memory, gloo; the first block is not measured."""
     import torch  # noqa: PLC0415 - the benchmark's own process imports this module too
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -56,8 +57,9 @@ def sum_both_ways(size_mb: int, count: int) -> list[tuple[float, float, float]]:
     def timed(function: Callable[[], object]) -> float:
         dist.barrier()
         began = time.perf_counter()
-        function()
-        return time.perf_counter() - began
+        for _ in range(count):
+            function()
+        return (time.perf_counter() - began) / count
 
     def on_gloo() -> float:
         return timed(lambda: dist.all_reduce(tensor))
@@ -65,4 +67,4 @@ def sum_both_ways(size_mb: int, count: int) -> list[tuple[float, float, float]]:
     def here() -> float:
         return timed(lambda: LOCAL_SUM.sum_(tensor))
 
-    return [(on_gloo(), here(), on_gloo()) for _ in range(count + 1)][1:]
+    return [(on_gloo(), here(), on_gloo()) for _ in range(_NUM_BLOCKS + 1)][1:]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 2**19
 """What goes through at a time."""
-NUM_LOOKS, NUM_LOOKS_CROWDED = 300, 20
-"""So often a rank looks for the others without a pause: some 200 µs, or, where ranks have to share
-cores, next to none."""
+NUM_LOOKS, NUM_LOOKS_CROWDED = 100, 20
+"""So often a rank looks for the others without a pause: some 70 µs, or, where ranks have to share
+cores, next to none. More helps on an idle machine, and costs a peer its core on a busy one."""
 NAP_S = 20e-6
 """Its pause from then on. Giving way with sched_yield instead hands the core to strangers for
 milliseconds; a nap is short for who was away."""
