@@ -256,6 +256,19 @@ def _divided() -> tuple[Figure, ...]:
     return (*(figure for pair in copies for figure in pair), *stalls)
 
 
+def _sums() -> tuple[Figure, ...]:
+    pairs = [
+        _steps(
+            "sums",
+            (f"sum of {size} MiB on 2 ranks over gloo", f"gloo sum {size}"),
+            (f"sum of {size} MiB through shared memory / gloo", f"local sum {size}"),
+            bound=1 / 3,
+        )
+        for size in (1, 25)
+    ]
+    return tuple(figure for pair in pairs for figure in pair)
+
+
 def _steps(
     benchmark: str, usual: tuple[str, str], other: tuple[str, str], *, bound: float
 ) -> tuple[Figure, Figure]:
@@ -347,6 +360,7 @@ FIGURES = (
         ("step of a run / step of plain DDP", "run step"),
         bound=1 / 0.95,
     ),
+    *_sums(),
     *_steps(
         "views",
         ("step of a run, 4 ranks", "unseen step"),

@@ -18,6 +18,7 @@ from nbdist.bench import (
     roundtrip,
     serving,
     steps,
+    sums,
     views,
 )
 from nbdist.errors import NbdistError
@@ -33,6 +34,7 @@ _WHOLE: dict[str, Callable[[Samples], None]] = {
     "telemetry": emission.measure,
     "pipelines": pipelines.measure,
     "serving": serving.measure,
+    "sums": sums.measure,
 }
 _IN_FOUR = ("roundtrip", "push", "loss", "raise", "supervisor", "scale", "shutdown", "memory")
 

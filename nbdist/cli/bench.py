@@ -26,6 +26,7 @@ BENCHMARKS = (
     "shutdown",
     "recovery",
     "steps",
+    "sums",
     "views",
     "pipelines",
     "divided",

@@ -25,6 +25,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nbdist.engine import rebind, sockets
+from nbdist.engine.local_sum import LOCAL_SUM
 from nbdist.engine.works import WORKS
 from nbdist.errors import GroupGone
 
@@ -112,6 +113,7 @@ class Groups:
         finally:
             in_time.cancel()
             self._forming_own = False
+        LOCAL_SUM.begin(membership, rank)
         rebind.attach_all()
 
     def form_fake(self, rank: int, world_size: int) -> None:
@@ -170,6 +172,7 @@ class Groups:
         rebind.detach_all()
         sockets.cut(self._refs)
         WORKS.give_up()
+        LOCAL_SUM.end()
         self._keep_stuck()
         dist.destroy_process_group()
         if any(map(sockets.is_open, self._refs)):

@@ -74,6 +74,11 @@ class Works:
         with self._lock:
             self._is_cut = False
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the present group was cut."""
+        return self._is_cut
+
     def follow(self, work: Any) -> _Promise:
         """What a collective will give; an error as soon as its group is cut.
 
@@ -145,6 +150,10 @@ class Works:
     def keep(self, promise: _Promise) -> None:
         """What was expected is there."""
         self._settle_wait(promise, None)
+
+    def fail(self, promise: _Promise, error: Exception) -> None:
+        """What was expected will not come."""
+        self._settle_wait(promise, error)
 
     def _settle_wait(self, promise: _Promise, error: Exception | None) -> None:
         with self._lock:

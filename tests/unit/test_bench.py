@@ -168,6 +168,8 @@ def test_bounds():
         "supervisor": 5.0,
         "shutdown": 10.0,
         "run step": 1 / 0.95,
+        "local sum 1": 1 / 3,
+        "local sum 25": 1 / 3,
         "seen step": 1 / 0.98,
         "pipeline 2 4 idle": 0.03,
         "pipeline 2 8 idle": 0.03,

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.engine import emit, rebind
+from nbdist.engine.local_sum import LOCAL_SUM
 from nbdist.engine.native import PRESENT
 from nbdist.engine.works import WORKS
-from nbdist.protocol.telemetry import Kind
 from nbdist.protocol.traffic import Axis, Op
 from nbdist.train.checks import check_one_of, check_positive, check_share, check_whole
 from nbdist.train.compression import Codec, Courier, LowRank, Quantise, Reduced, Sparse, take
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies.base import Keeper, Place, Summed, Terms
+from nbdist.train.strategies.buckets import Buckets, sum_bucket
 from nbdist.train.strategies.whole import OfWhole
 from nbdist.train.vote import join, split
 
@@ -84,6 +85,10 @@ class DataParallel:
     """With "topk": the share of the numbers that is sent, more than 0 and at most 1."""
     powersgd_rank: int = 8
     """With "powersgd": the columns of a product. More: nearer to the gradient, and more bytes."""
+    shared_memory: bool = True
+    """Whether gradients on the CPU are summed through shared memory where all ranks are on one host
+    and nothing is compressed. It is faster at every size; False: gloo does it, as between hosts.
+    """
     exact: bool = False
     """Whether sums are made in an order that does not depend on the number of ranks."""
     shards: int = 12
@@ -134,7 +139,7 @@ class Replicas(OfWhole):
         self.place = Place(0, 1)
         self._settings, self._num_votes = settings, num_votes
         self._ddp: DistributedDataParallel | None = None
-        self._buckets = _Buckets()
+        self._buckets = Buckets()
         codec = _CODECS[settings.compress](settings)
         self._courier = None if codec is None else Courier(codec)
 
@@ -185,7 +190,7 @@ class Replicas(OfWhole):
         votes = carrier.votes.view(2, -1)  # no leaf, so that the reducer finds it in the graph
         _prepare(self._ddp.reducer, [loss, votes] if self._settings.find_unused else [])
         carrier.votes.grad = None
-        self._buckets.begin(meanwhile)
+        self._buckets.begin(meanwhile, is_local=self._sums_locally())
         if self._courier is not None:
             self._courier.begin(carrier.votes, self.place, self._buckets.end)
         torch.autograd.backward([loss, votes], [gradient, mine.to(votes.device)])
@@ -268,10 +273,15 @@ class Replicas(OfWhole):
             gradient_as_bucket_view=True,
         )
         if self._courier is None:
-            ddp.register_comm_hook(self._buckets, _sum_bucket)
+            ddp.register_comm_hook(self._buckets, sum_bucket)
         else:
             ddp.register_comm_hook(self._courier, take)
         return ddp
+
+    def _sums_locally(self) -> bool:
+        """Whether buckets go through memory that all ranks share; all ranks ask."""
+        settings = self._settings
+        return settings.shared_memory and settings.compress is None and LOCAL_SUM.agree()
 
     def _unused(self) -> str:
         names = [
@@ -311,50 +321,6 @@ class _Carrier(nn.Module):
         self.module = module
         device = next(module.parameters()).device
         self.votes = nn.Parameter(torch.zeros(2 * num_votes, device=device))
-
-
-class _Buckets:
-    """How far the sums of one backward pass are."""
-
-    def __init__(self) -> None:
-        self.ready_ns: int | None = None
-        """When all gradients of the last bucket were there."""
-        self.meanwhile: Callable[[], None] | None = None
-        """To be called while it is on its way."""
-
-    def begin(self, meanwhile: Callable[[], None] | None) -> None:
-        """A backward pass begins."""
-        self.ready_ns, self.meanwhile = None, meanwhile
-
-    def end(self, ready_ns: int) -> None:
-        """The last bucket was there, and is on its way."""
-        self.ready_ns = ready_ns
-        if self.meanwhile is not None:
-            self.meanwhile()
-            self.meanwhile = None
-
-
-def _sum_bucket(
-    state: _Buckets,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[Tensor]:
-    """The hook: sums, where torch's own would average; losses are scaled beforehand."""
-    ready_ns = perf_counter_ns()
-    index, buffer, num_ranks = bucket.index(), bucket.buffer(), dist.get_world_size()
-    work = dist.all_reduce(buffer, async_op=True)
-    launched_ns = perf_counter_ns()
-    emit.span(Kind.BUCKET_READY, ready_ns, ready_ns, ident=index)
-    emit.span(Kind.BUCKET_LAUNCH, launched_ns, launched_ns, ident=index)
-
-    def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        summed = future.value()[0]
-        emit.bucket_done(Op.ALL_REDUCE, num_ranks, launched_ns, index, buffer.nbytes)
-        return summed
-
-    summed = WORKS.follow(work).then(done)
-    if bucket.is_last():
-        state.end(ready_ns)
-    return summed
 
 
 def _check_real(module: nn.Module) -> None:
