@@ -103,7 +103,7 @@ def test_mesh(four, lose, heal):
         collective="if rank == 1: dist.all_reduce(torch.ones(1), group=mesh.get_group('rows'))",
         waiting=[1],
     )
-    assert loss.cell_ended_s <= CELL_ENDS_S
+    assert loss.cell_ended_s <= 2 * CELL_ENDS_S  # three groups are cut
     assert any(n.startswith("rank 1 was released from all_reduce") for n in loss.error.notes)
     heal(four, loss)
     check_gone(four, "mesh.get_group('rows')", RANKS, "init_device_mesh")
