@@ -25,6 +25,16 @@ def test_a_stage_that_is_lost_comes_from_its_twin(cluster, until):
     kill_each(cluster(4), until, CELL, 2, seed=9)
 
 
+def test_a_model_on_one_rank_has_no_neighbour_for_copies(cluster):
+    """It lies on an axis of one rank, and its twin has all of it: it trains beyond a copy."""
+    engines = cluster(2)
+    engines.run(cell_in_parts("Mesh(pipeline=Pipeline(1, '1f1b', 4, copy_every=2), data=2)"))
+    run = engines.train("trainer", steps=5)
+    run.wait()
+    training.check_steps(run)
+    assert run.num_committed == 5
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", ["rows", pytest.param("panels", marks=pytest.mark.slow)])
 def test_a_piece_of_a_stage_comes_from_the_neighbours_copy(cluster, until, how):

@@ -124,3 +124,16 @@ def test_copies_of_two_steps_are_kept():
     assert list(copies.fetch([mine], newest([mine], 1), 0, held, wanted=None)) == [b"step 7"]
     copies.drop_after(4)
     assert newest(copies.gather(Spread(0, 1, 2), 0, 0, 1), 1).step == 4
+
+
+def test_a_model_on_one_rank_is_kept_there_alone():
+    """There is no neighbour that could have a copy, and no group is asked."""
+
+    class Keeper:
+        def copy(self):
+            return b"state"
+
+    copies, now = Copies(), Spread(4, 1, 1)
+    copies.renew(now, 0, Keeper(), [1], 1)
+    assert copies.has(now)
+    assert not copies.is_empty

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nbdist.train import GPT, GPTConfig
+from nbdist.train import GPT, GPTConfig, Sharded
 from nbdist.train.randomness import seeded
 from nbdist.train.strategies import building, splitting
 from nbdist.train.strategies.held import Cut, Layout, hold
@@ -43,8 +43,20 @@ def test_blocks_are_found():
     assert splitting.blocks_of(model, lambda m: [m[0]]) == [model[0]]
     with pytest.raises(TypeError, match="nothing says how to cut it"):
         splitting.blocks_of(nn.Linear(2, 2), "auto")
-    with pytest.raises(TypeError, match="must be a list of Modules"):
-        splitting.blocks_of(model, lambda _: [3])
+    for wrong in ([3], 3, [], None):
+        with pytest.raises(TypeError, match="must be a list of Modules"):
+            splitting.blocks_of(model, lambda _, wrong=wrong: wrong)
+
+
+def test_a_name_that_is_none_of_the_models_is_said():
+    """With the setting it came from, and what there is."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(ValueError, match=r"split: no part .* 'nope'; a Sequential has '0', '1'"):
+        splitting.blocks_of(model, ["0", "nope"])
+    with pytest.raises(ValueError, match=r"blocks: no part .* 'nope'"):
+        Sharded(blocks=["nope"]).blocks_of(model)
+    with pytest.raises(TypeError, match=r"blocks\(model\) returned 3"):
+        Sharded(blocks=lambda _: 3).blocks_of(model)
 
 
 @pytest.mark.parametrize("split", ["even", [], [0, 2], [1, "a"], 3, [True]])

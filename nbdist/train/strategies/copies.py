@@ -120,7 +120,11 @@ class Copies:
             beside: which ranks of the group hold the parts of the model, one after the other.
             stride: so many parts further it is kept too.
         """
-        data, num = keeper.copy(), now.num_ranks
+        num = now.num_ranks
+        if num == 1:  # it is its own neighbour, and its twins hold the same
+            self.keep(now, rank, keeper)
+            return
+        data = keeper.copy()
         sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
         sizes[beside[rank]] = len(data)
         sum_on_backend(sizes)

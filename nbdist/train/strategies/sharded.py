@@ -21,6 +21,7 @@ from nbdist.train.strategies.axes import Axes, Portion
 from nbdist.train.strategies.rows import Rows
 from nbdist.train.strategies.shards import Shards
 from nbdist.train.strategies.slices import Slices, hold
+from nbdist.train.strategies.splitting import named, returned
 
 if TYPE_CHECKING:
     from nbdist.train.strategies.base import Terms
@@ -66,9 +67,9 @@ class Sharded:
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """The parts that are gathered at once, as far as they are modules of the model."""
         if callable(self.blocks):
-            return list(self.blocks(model))
+            return returned("blocks", self.blocks(model))
         if not isinstance(self.blocks, str):
-            return [model.get_submodule(name) for name in self.blocks]
+            return named("blocks", model, self.blocks)
         own = getattr(type(model), "pipeline_blocks", None)
         if own is not None:
             return list(own(model))

@@ -10,7 +10,7 @@ memory, and bytes. Runs in the engine's main thread.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -75,12 +75,9 @@ def is_counts(split: Split) -> TypeGuard[Sequence[int]]:
 def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
     """The row of blocks that a model is."""
     if callable(split):
-        blocks = list(split(model))
-        if not blocks or not _are_all(blocks, nn.Module):
-            raise TypeError(f"split(model) returned {shown(blocks)}; it must be a list of Modules")
-        return blocks
+        return returned("split", split(model), least=1)
     if not isinstance(split, str) and _are_all(split, str):
-        return [model.get_submodule(str(name)) for name in split]
+        return named("split", model, [str(name) for name in split])
     own = getattr(type(model), "pipeline_blocks", None)
     if own is not None:
         return list(own(model))
@@ -91,6 +88,27 @@ def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
         "nn.Sequential, or a method pipeline_blocks() that returns its blocks in order, or "
         "split=the names of its blocks, or split=a function from the model to its blocks"
     )
+
+
+def named(setting: str, model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The parts of a model that have these names, which the user gave as that setting."""
+    parts = dict(model.named_modules())
+    if unknown := [name for name in names if name not in parts]:
+        there = ", ".join(repr(name) for name, _ in model.named_children())
+        raise ValueError(
+            f"{setting}: no part of the model is named {', '.join(map(repr, unknown))}; a "
+            f"{type(model).__name__} has {there or 'no parts'}, and what is in them, as "
+            "model.named_modules() names it"
+        )
+    return [parts[name] for name in names]
+
+
+def returned(setting: str, blocks: Any, *, least: int = 0) -> list[nn.Module]:
+    """What a function of the user's, given as that setting, has returned for a model."""
+    row = list(blocks) if isinstance(blocks, Iterable) else [blocks]
+    if len(row) >= least and _are_all(row, nn.Module) and row != [blocks]:
+        return row
+    raise TypeError(f"{setting}(model) returned {shown(blocks)}; it must be a list of Modules")
 
 
 def counts_of(
