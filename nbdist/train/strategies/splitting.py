@@ -92,7 +92,7 @@ def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
 
 def named(setting: str, model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """The parts of a model that have these names, which the user gave as that setting."""
-    parts = dict(model.named_modules())
+    parts = dict(model.named_modules(remove_duplicate=False))
     if unknown := [name for name in names if name not in parts]:
         there = ", ".join(repr(name) for name, _ in model.named_children())
         raise ValueError(
