@@ -6,6 +6,7 @@ Runs in the thread of the kernel that calls; loads no torch.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from nbdist.protocol import saves as sv
 from nbdist.session.run_end import Detached
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from nbdist.session.engine_calls import EngineCalls
@@ -132,6 +132,8 @@ class Saving:
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     """As the notebook means it: engines may have another working directory by now."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ValueError(f"path is {path!r}; it must name a folder for checkpoints")
     return Path(path).expanduser().absolute()
 
 

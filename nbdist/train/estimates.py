@@ -75,6 +75,8 @@ def estimate(
             f"strategy is {shown(strategy)}; what it costs is known of "
             f"{', '.join(kind.__name__ for kind in _COUNTED)}"
         )
+    if not callable(model):
+        raise TypeError(f"model is {shown(model)}; it must be a Module or a function that makes it")
     if isinstance(model, nn.Module):
         bare = model
     else:

@@ -92,6 +92,9 @@ def test_stages_are_loaded_by_replicas_and_rows(cluster, tmp_path):
     engines.run(ALL)
     with pytest.raises(nbdist.CellFailed, match="there are trainer, other, rows: say which"):
         engines.save(tmp_path)
+    for path in (None, "", 3):
+        with pytest.raises(ValueError, match=f"path is {path!r}; it must name a folder"):
+            engines.save(path, "trainer")
     engines.train("trainer", steps=12).wait(90)
     engines.save(tmp_path, "trainer")
     for name in ("other", "rows"):

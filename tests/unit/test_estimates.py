@@ -166,6 +166,8 @@ def test_what_is_asked_for_cannot_be_counted():
         estimate(gpt, Pipeline(2, "1f1b", 4), 2)
     with pytest.raises(TypeError, match="known of DataParallel, LocalSGD, DiLoCo"):
         estimate(gpt, "fsdp", 2)
+    with pytest.raises(TypeError, match="model is 3; it must be a Module or a function"):
+        estimate(3, Sharded(), 2)
     with pytest.raises(ValueError, match="devices is 0"):
         estimate(gpt, devices=0)
 
