@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from nbdist.protocol.events import Incident, IncidentKind
 from nbdist.protocol.story import is_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from nbdist.protocol.ids import Generation, RunId, Slot
@@ -33,6 +34,9 @@ class Story:
         """Incident, when it began, the ranks that its slots had then."""
         self._standing: list[tuple[Incident, RunId]] = []
         """Those under which a run stands: how long, its next committed step tells."""
+        self._unreported: list[tuple[Incident, RunId, set[int], int]] = []
+        """Incident, run, steps before its `step` that nobody has reported, samples of each. Where
+        ranks do not train in step one of them may still be at it."""
 
     def begin(
         self,
@@ -65,12 +69,23 @@ class Story:
 
     def resumed(self, run: Run, fresh: NDArray[np.void]) -> None:
         """Steps were committed: whoever waited for the first one after a change has it now."""
+        self._take_back(run.spec.run, set(fresh["step"].tolist()))
         for incident, whose in list(self._standing):
             after = incident.generation_after or 0
             later = fresh[fresh["generation"] >= after]
             if whose == run.spec.run and len(later):
                 self._standing.remove((incident, whose))
-                _account(incident, run, later[0])
+                first = later[np.argmin(later["at"])]  # steps are not reported in order everywhere
+                if unreported := _account(incident, run, first):
+                    self._unreported.append((incident, whose, unreported, int(first["samples"])))
+
+    def _take_back(self, whose: RunId, reported: set[int]) -> None:
+        """Steps that seemed to be lost were only under way."""
+        for incident, run, steps, num_samples in self._unreported:
+            if run == whose:
+                steps.difference_update(reported)
+                incident.samples_lost = len(steps) * num_samples
+        self._unreported = [entry for entry in self._unreported if entry[2]]
 
     def regrouped(self, now: float) -> None:
         """A new group is formed."""
@@ -108,6 +123,7 @@ class Story:
         self._open = []
         whose = run.spec.run if run is not None else None
         self._standing = [(i, r) for i, r in self._standing if r == whose]
+        self._unreported = [entry for entry in self._unreported if entry[1] == whose]
 
 
 def _ranks(
@@ -118,19 +134,25 @@ def _ranks(
     return tuple(rank for rank in ranks if rank is not None)
 
 
-def _account(incident: Incident, run: Run, after: np.void) -> None:
-    """What a change cost a run: `after` is the first step that was committed after it."""
+def _account(incident: Incident, run: Run, after: np.void) -> set[int]:
+    """What a change cost a run: `after` is the first step that was committed after it.
+
+    Returns the steps just before that one that nobody has reported.
+    """
     rows, step = run.progress.rows, int(after["step"])
     before = rows[(rows["step"] < step) & is_known(rows)]
     incident.step = step
     replaced = run.progress.replaced_in(int(after["generation"]))
+    unreported: set[int] = set()
     if len(before):
-        since = float(before["at"][-1])
+        earlier = rows[rows["at"] < after["at"]]
+        since = float(earlier["at"].max()) if len(earlier) else float(before["at"][-1])
         if replaced and incident.began_at is not None:  # others came between, and are trained anew
             since = incident.began_at - (incident.detect_s or 0.0)
         took_s = float(after["at"]) - since
         incident.stall_s = max(0.0, took_s - run.progress.usual_s())  # steps are not all as long
-        incident.samples_lost = int(step - 1 - before["step"][-1]) * int(after["samples"])
+        unreported = set(range(int(before["step"][-1]) + 1, step))
+        incident.samples_lost = len(unreported) * int(after["samples"])
     committed = dict(zip(rows["step"].tolist(), rows["generation"].tolist(), strict=True))
     broken = {
         s
@@ -138,3 +160,4 @@ def _account(incident: Incident, run: Run, after: np.void) -> None:
         if incident.generation_before <= g < after["generation"] and committed.get(s, g + 1) > g
     }
     incident.steps_repeated = len(broken.union(replaced))
+    return unreported

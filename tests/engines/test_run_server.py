@@ -45,6 +45,11 @@ class Going:
         training.check_steps(self.run)
         training.check_samples(self.engines, num_steps)
         training.check_replicas(self.engines)
+        self._until(
+            lambda: not any(incident.samples_lost for incident in self.run.incidents),
+            60,
+            "no incident says that samples were lost: they were under way",
+        )
         assert np.isfinite(self.run.history["loss"]).all()
         ages = self.engines.run("trainer.staleness", once=True).values
         assert sum(ages[0].values()) == num_steps

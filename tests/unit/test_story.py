@@ -180,6 +180,29 @@ def test_samples_of_steps_that_nobody_reported_are_said():
     assert (incident.samples_lost, incident.stall_s) == (120, pytest.approx(1.9))
 
 
+def test_samples_of_a_step_that_is_only_under_way_are_not_lost():
+    """Workers of a server commit steps out of order: one that comes later takes the word back."""
+    told, run = Story(), going()
+    commit(told, run, (0, 1, 8.0), (1, 1, 9.0))
+    incident = lose(told, run=run)
+    commit(told, run, (4, 2, 11.0))
+    assert incident.samples_lost == 120
+    commit(told, run, (3, 2, 11.2))
+    assert incident.samples_lost == 60
+    commit(told, run, (2, 2, 12.0))
+    assert (incident.step, incident.samples_lost) == (4, 0)
+
+
+def test_the_stall_of_steps_out_of_order_is_that_between_their_times():
+    """It ends with the step that was committed first, and begins with the last one before."""
+    told, run = Story(), going()
+    commit(told, run, (0, 1, 8.0), (2, 1, 8.5), (1, 1, 9.0))
+    incident = lose(told, run=run)
+    commit(told, run, (5, 2, 11.4), (4, 2, 11.1), (3, 2, 11.3))
+    assert (incident.step, incident.stall_s) == (4, pytest.approx(2.0))
+    assert incident.samples_lost == 0
+
+
 def test_the_steps_of_another_run_end_no_stall():
     """The run ended without a step more: what stands of it is not told of the next."""
     told, run = Story(), going()
