@@ -3,7 +3,8 @@
 A main thread waits when its innermost Python frame is torch's, stays at the same instruction, and
 uses next to no CPU time. That covers collectives called by name, and those inside native code
 (DDP's backward, autograd), which no wrapper in Python could see. Where a cell itself calls native
-code (`work.wait()`), it waits if it also stands in a futex: a sleep does not.
+code (`work.wait()`), or nbdist's own does (what `then` of a future returns has no frame), it waits
+if it also stands in a futex: a sleep does not.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Whereabouts:
         return Where(operation=operation, line=line, since_s=self._since)
 
     def _may_wait(self, frame: FrameType) -> bool:
-        """Whether it stands in torch, or in a cell, which may have called native code itself."""
-        return frame.f_code.co_filename.startswith(_TORCH) or frame.f_globals is self._user_ns
+        """Whether it stands in torch, or in what may have called native code itself."""
+        return _is_plumbing(frame) or frame.f_globals is self._user_ns
 
     @staticmethod
     def _stands_in_futex() -> bool:

@@ -132,7 +132,7 @@ class Saving:
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     """As the notebook means it: engines may have another working directory by now."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    if not path or not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path is {path!r}; it must name a folder for checkpoints")
     return Path(path).expanduser().absolute()
 

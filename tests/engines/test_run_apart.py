@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import training
 
+import nbdist
+
 PERIOD = 4
 
 
@@ -66,3 +68,25 @@ def test_without_a_loss_every_sample_counts_once(cluster):
     training.check_samples(engines, 115)
     training.check_replicas(engines)
     assert set(engines.run("trainer.num_lost_steps", once=True).values.values()) == {0}
+
+
+def test_who_waits_for_codes_of_one_that_left_is_freed(cluster):
+    """A wait in futures without a frame of torch's own is one too: nobody waits for ever, and none
+    that waits is taken for one that hangs."""
+    engines = cluster(3)
+    engines.run(training.CELL)
+    engines.run(
+        "from nbdist.train import DiLoCo\n"
+        "trainer = make(strategy=DiLoCo(6, fragments=3, delay=1, compress='int8'))"
+    )
+    loop = """
+for step in trainer.steps(50):
+    with step:
+        for batch in step.batches():
+            step.train(batch)
+    if step.number == 3 and rank == 2:
+        break
+"""
+    with pytest.raises(nbdist.CellFailed, match="rank 2 left the training loop"):
+        engines.run(loop, timeout=90)
+    assert not [i for i in engines.incidents if i.cause != "user"]
