@@ -68,7 +68,7 @@ class CellKernel(IPythonParallelKernel):  # type: ignore[misc]
         # An engine's history has no reader, would keep every result, and formats errors twice.
         kwargs["store_history"] = False
         self.agent.cell = CellId(cell)
-        self.runs.begin_cell(CellId(cell))
+        self.runs.begin_cell(CellId(cell), ours["over"])
         try:
             with self._main_thread_known():
                 reply = dict(await super().do_execute(*args, **kwargs))

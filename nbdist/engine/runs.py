@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from nbdist.engine.port import Drivable, Port, is_trainer
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
     from nbdist.engine.group import Groups
     from nbdist.protocol import events as ev
-    from nbdist.protocol.ids import CellId, Slot
+    from nbdist.protocol.ids import CellId, RunId, Slot
 
 log = logging.getLogger(__name__)
 _REMADE = (
     "{name} is the trainer of a run that goes on, and keeps its name: the run trains on with it. "
     "run.stop() or %dist_stop ends the run; then make it anew, or use another name now"
 )
+OVERTAKEN_LIMIT_S = 2.0
+"""For so long a cell waits for an order that it has overtaken, if the order was not lost."""
 _present: Runs | None = None
 
 
@@ -89,9 +92,19 @@ class Runs:
 
     # ---- the kernel's side
 
-    def begin_cell(self, cell: CellId) -> None:
-        """A cell begins; what was ordered before it counts already."""
+    def begin_cell(self, cell: CellId, over: RunId | None) -> None:
+        """A cell begins; what was ordered before it counts already.
+
+        Args:
+            cell: which.
+            over: the run that ended last before it; the order that says so comes by another road.
+        """
         if self.port is not None:
+            self.poll()
+        deadline = time.monotonic() + OVERTAKEN_LIMIT_S
+        while self._trains_in(over) and time.monotonic() < deadline:
+            self._woken.wait(OVERTAKEN_LIMIT_S / 10)
+            self._woken.clear()
             self.poll()
         self.cell = cell
         self._bound_before = {name: id(value) for name, value in self._user_ns.items()}
@@ -108,6 +121,9 @@ class Runs:
         elif self._is_in_loop and self.port is not None:
             self.port.left(self.port.trainer.step)
         self.cell, self._bound_before = None, {}
+
+    def _trains_in(self, run: RunId | None) -> bool:
+        return self.port is not None and self.port.spec.run == run
 
     @property
     def _is_in_loop(self) -> bool:

@@ -13,7 +13,7 @@ from nbdist.protocol import feed as fd
 from nbdist.protocol import runs as rn
 from nbdist.protocol import saves as sv
 from nbdist.protocol.events import Incident
-from nbdist.protocol.ids import CellId, EngineId, Generation, Slot
+from nbdist.protocol.ids import CellId, EngineId, Generation, RunId, Slot
 from nbdist.protocol.topology import Membership
 
 
@@ -193,6 +193,8 @@ class CellAdmitted(Order, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     between: tuple[int, int] | None = None
     """Steps of a run that is held meanwhile: the last one before, the first one after."""
+    over: RunId | None = None
+    """The run that ended last; an engine may be told so later than it is sent the cell."""
 
 
 class Done(Order, frozen=True, kw_only=True):

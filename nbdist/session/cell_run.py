@@ -59,7 +59,7 @@ class CellRun:
         self._to_send: dict[Slot, rn.SendCellTo] = {}
         """Newcomers that are to run the cell too."""
         self._takes_newcomers = True
-        self._between = admitted.between
+        self.admitted = admitted
         self._values: dict[int, dict[str, str]] = {}
         self.errors: dict[int, NbdistError] = {}
         self.waiting: dict[int, str] = {}
@@ -375,8 +375,8 @@ class CellRun:
     def _remarks(self) -> Iterator[str]:
         if self.lack:
             yield self.lack
-        if self._between is not None:
-            yield "ran between steps {} and {}".format(*self._between)
+        if self.admitted.between is not None:
+            yield "ran between steps {} and {}".format(*self.admitted.between)
         have_outcome = dict(self._final_ranks())
         for rank, engine in self.engines.items():
             if rank not in have_outcome:

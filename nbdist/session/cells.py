@@ -170,7 +170,8 @@ class Cells:
         """Send it, to be begun in this generation only; None: in any, since it trains."""
         engine_id, pid = run.engines[rank].engine_id, run.engines[rank].pid
         self._client.wait_known(engine_id, lambda: run.outputs[rank].state != "running")
-        metadata = {METADATA: {"cell": run.cell, "generation": generation}}
+        over = run.admitted.over
+        metadata = {METADATA: {"cell": run.cell, "generation": generation, "over": over}}
         future = self._client.execute(
             engine_id, code, metadata, partial(self._hook, run, rank, pid)
         )

@@ -318,6 +318,7 @@ class Loop:
                 self._desk.begun(run, begun)
             case do.AdmitCell(cell, membership, ranks, between):
                 answer = od.CellAdmitted(membership=membership, ranks=ranks, between=between)
+                answer = msgspec.structs.replace(answer, over=self._machine.runs.over)
                 self._desk.admitted(cell, answer)
             case do.RefuseCell(cell, kind, message):
                 self._desk.admitted(cell, od.Refused(kind=kind, message=message))

@@ -70,6 +70,11 @@ class Runs:
             return None
         return run.step - 1, run.step
 
+    @property
+    def over(self) -> RunId | None:
+        """The one that ended last."""
+        return self.past[-1].spec.run if self.past else None
+
     def find(self, run: RunId) -> Run | None:
         """A run by its name."""
         return next((r for r in self._every() if r.spec.run == run), None)

@@ -87,6 +87,25 @@ class Counter:
 
 counter = Counter()
 """
+LATE = """
+import time
+from nbdist.engine import runs
+
+def make_late(its, by_s):
+    '''Have this engine hear of a run's end later than it could.'''
+    end, poll, late = its._end, its.poll, []
+
+    def look():
+        poll()
+        while late and time.monotonic() > late[0][0]:
+            end(late.pop(0)[1])
+
+    its._end = lambda order: late.append((time.monotonic() + by_s, order))
+    its.poll = look
+
+if rank == 2:
+    make_late(runs.present(), 0.5)
+"""
 RECOVERY_S = 6.0
 """Four times the time in which a killed engine's seat is filled again."""
 
@@ -119,6 +138,18 @@ def test_a_run_from_its_begin_to_its_end(trained):
     assert len(set(digests.values())) == 1
     with pytest.raises(nbdist.WrongState, match="finished"):
         run.pause()
+
+
+def test_a_cell_that_overtakes_the_word_of_a_runs_end(cluster):
+    """What the kernel has seen to be over is so in its next cell, on every rank."""
+    engines = cluster(3)
+    engines.run(TRAINER)
+    engines.run(LATE)
+    for number in range(3):
+        run = engines.train("counter", steps=4).wait(60)
+        assert run.state == "finished"
+        engines.run(f"counter = Counter(); made = {number}")
+        assert engines.run("made").values == dict.fromkeys(range(3), number)
 
 
 def test_a_run_is_driven(trained):
