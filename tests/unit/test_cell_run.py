@@ -495,7 +495,11 @@ def test_a_cell_is_asked_for_sent_and_ended():
     begin, over = link.heard
     assert (begin.code, begin.ranks, begin.once) == ("print('hello')", (0, 1), True)
     assert client.sent == [
-        (engine_id, "print('hello')", {METADATA: {"cell": begin.cell, "generation": 3}})
+        (
+            engine_id,
+            "print('hello')",
+            {METADATA: {"cell": begin.cell, "generation": 3, "over": None}},
+        )
         for engine_id in (10, 12)
     ]
     assert result.outputs == {0: "hello\n", 1: "hello\n"}
