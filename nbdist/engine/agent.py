@@ -71,7 +71,9 @@ class Agent:
         self.runs: Runs | None = None
         """Whose committed steps are reported; set once they are there."""
         self._outbox: queue.SimpleQueue[ev.Event | threading.Event] = queue.SimpleQueue()
-        """What is to be sent, and what is to be set when all before it is."""
+        """What is to be sent, and what is to be set when all before it has arrived."""
+        self._doubtful: list[tuple[int, threading.Event]] = []
+        """What is to be set when the supervisor has acknowledged this beat, or a later one."""
         self._wakeup, self._woken = os.pipe()
         self._sent: dict[int, float] = {}
         self._sender = Sender(slot)
@@ -94,12 +96,15 @@ class Agent:
         os.write(self._woken, b"x")
 
     def tell_at_once(self, event: ev.Event) -> None:
-        """Send an event, and return when it is on its way: what follows may end this process."""
+        """Send an event, and return when the supervisor has it: what follows may end this process.
+
+        What a process that is killed has handed to its socket may never leave it.
+        """
         self.tell(event)
-        is_sent = threading.Event()
-        self._outbox.put(is_sent)
+        has_arrived = threading.Event()
+        self._outbox.put(has_arrived)
         os.write(self._woken, b"x")
-        is_sent.wait(SEND_LIMIT_S)
+        has_arrived.wait(SEND_LIMIT_S)
 
     def leave_cell(self) -> None:
         """The main thread's cell is over."""
@@ -144,13 +149,14 @@ class Agent:
             if port is not None:
                 port.flush()
             while not self._outbox.empty():
-                _send(socket, self._outbox.get())
+                self._send(socket, self._outbox.get(), number + 1)
             if socket in ready:
                 self._receive(socket)
             where = self._whereabouts.look(now)
             is_waiting = where is not None and now - where.since_s > WAIT_IS_NEWS_S
             news = (is_waiting, self.cell, self._slow_factor)
-            if now >= next_beat or news != told:
+            is_asked = bool(self._doubtful) and self._doubtful[-1][0] > number
+            if now >= next_beat or news != told or is_asked:
                 number += 1
                 self._beat(socket, number, where if is_waiting else None, now)
                 next_beat, told = now + BEAT_PERIOD_S, news
@@ -194,6 +200,21 @@ class Agent:
         )
         socket.send(wire.encode(beat))
 
+    def _send(
+        self, socket: zmq.Socket[bytes], item: ev.Event | threading.Event, next_beat: int
+    ) -> None:
+        if isinstance(item, threading.Event):
+            self._doubtful.append((next_beat, item))
+        else:
+            socket.send(wire.encode(item))
+
+    def _settle_doubts(self, number: int) -> None:
+        """What was sent before a beat that is acknowledged has arrived."""
+        for beat, has_arrived in self._doubtful:
+            if beat <= number:
+                has_arrived.set()
+        self._doubtful = [(beat, event) for beat, event in self._doubtful if beat > number]
+
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:
             try:
@@ -205,6 +226,7 @@ class Agent:
                     if (sent := self._sent.pop(number, None)) is not None:
                         self._lease_until = sent + self._lease_s
                         self._sent = {n: at for n, at in self._sent.items() if n > number}
+                    self._settle_doubts(number)
                 case od.InterruptMain(cell=cell):
                     # An older cell that still runs stands in this one's way.
                     if self.cell is not None and cell not in self._left:
@@ -227,13 +249,6 @@ class Agent:
     def _end(self, why: str) -> None:
         log.warning("engine of slot %s ends: %s", self._slot, why)
         os.killpg(os.getpid(), signal.SIGKILL)
-
-
-def _send(socket: zmq.Socket[bytes], item: ev.Event | threading.Event) -> None:
-    if isinstance(item, threading.Event):
-        item.set()
-    else:
-        socket.send(wire.encode(item))
 
 
 def _rss_bytes() -> int:
