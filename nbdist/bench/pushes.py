@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.bench.roundtrip import peer, timed
+from nbdist.bench.roundtrip import compare, peer
 
 if TYPE_CHECKING:
     from nbdist.bench.figures import Samples
@@ -32,7 +32,4 @@ def measure(cluster: Cluster, samples: Samples) -> None:
 
         push_there()
         push()
-        for number in range(_NUM_PAIRS):
-            before, ours, after = timed(push_there), timed(push), timed(push_there)
-            samples.add_reference("ipyparallel push", before, after, number=number)
-            samples.add("push", ours)
+        compare(samples, _NUM_PAIRS, **{"ipyparallel push": push_there, "push": push})

@@ -32,14 +32,25 @@ def measure(cluster: Cluster, num_pairs: int, samples: Samples) -> None:
         for _ in range(_NUM_WARM_UP):
             execute()
             run_cell()
-        for number in range(num_pairs):
-            before, cell, after = timed(execute), timed(run_cell), timed(execute)
-            samples.add_reference("execute", before, after, number=number)
-            samples.add("cell", cell)
+        compare(samples, num_pairs, execute=execute, cell=run_cell)
 
 
-def timed(function: Callable[[], None]) -> float:
-    """Seconds that a call takes."""
+def compare(samples: Samples, num_pairs: int, **calls: Callable[[], None]) -> None:
+    """Time a call between two of the one that it is compared with.
+
+    Args:
+        samples: gets the seconds.
+        num_pairs: so many times.
+        calls: by the names of their samples: first the reference, then ours.
+    """
+    (reference, theirs), (value, ours) = calls.items()
+    for number in range(num_pairs):
+        before, between, after = _timed(theirs), _timed(ours), _timed(theirs)
+        samples.add_reference(reference, before, after, number=number)
+        samples.add(value, between)
+
+
+def _timed(function: Callable[[], None]) -> float:
     began = time.monotonic()
     function()
     return time.monotonic() - began

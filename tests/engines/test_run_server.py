@@ -116,10 +116,11 @@ def test_a_quorum_goes_on_without_who_is_stuck(cluster, until, tmp_path):
         f"    mark = {str(tmp_path / 'stuck')!r}\n"
         "    if rank == 2 and not os.path.exists(mark):\n"
         "        open(mark, 'x').close()\n"
-        "        time.sleep(3600)\n"
+        "        time.sleep(3600)  # the fault itself: it computes and never comes back\n"
         "trainer.model.register_forward_hook(stay)"
     )
     going = Going(engines, until)
+    until((tmp_path / "stuck").exists, 60, "rank 2 is stuck, with a part that is owed")
     going.lose(2)
     going.run.stop()
     training.check_steps(going.run)
