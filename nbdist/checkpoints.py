@@ -199,7 +199,12 @@ def check_kept(keep: object) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Remove what was written of a checkpoint that comes to nothing, as far as that is possible."""
+    """Remove what was written of a checkpoint that comes to nothing, as far as that is possible.
+
+    Others may be writing into it still. It loses its name first: they add nothing to it by that.
+    """
+    with contextlib.suppress(OSError):
+        partial = partial.rename(partial.with_name(partial.name + OLD))
     shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -208,7 +213,7 @@ def _remove_all_but(path: Path, num: int) -> None:
     by_age = sorted(_manifests(path, []), key=lambda pair: pair[1].number)
     for folder, _ in by_age[:-num]:
         with contextlib.suppress(OSError):  # who removes it too, or a folder that cannot be changed
-            discard(folder.rename(folder.with_name(folder.name + OLD)))
+            shutil.rmtree(folder.rename(folder.with_name(folder.name + OLD)), ignore_errors=True)
 
 
 def _write(file: Path, data: bytes) -> None:

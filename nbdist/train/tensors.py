@@ -157,6 +157,7 @@ def write(folder: Path, tensors: dict[str, Tensor], origins: Mapping[str, Origin
             name = f"{key}/{number}"
             written[name], where[name] = piece, (key, its_origin)
     writer, planner = dcp.FileSystemWriter(folder), dcp.DefaultSavePlanner(flatten_state_dict=False)
+    writer.fs.mkdir = lambda path: None  # type: ignore[method-assign]  # noqa: ARG005 - it would bring back a folder that was given up
     planner.set_up_planner(written, is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(planner.create_local_plan())])

@@ -1,8 +1,10 @@
 """Folders of checkpoints: which one counts, whatever a writer was killed in or a disk has lost."""
 
+import contextlib
 import errno
 import json
 import os
+import threading
 
 import pytest
 
@@ -188,3 +190,25 @@ def test_a_file_in_the_way_is_named(tmp_path):
         checkpoints.telling(tmp_path / "x"),
     ):
         checkpoints.begin(tmp_path / "x", step=1, generation=1)
+
+
+def test_one_that_is_given_up_while_others_write_is_gone(tmp_path):
+    """Whatever they are in the middle of, they bring nothing of it back."""
+
+    def keep_writing(folder, begun):
+        with contextlib.suppress(FileNotFoundError):
+            for number in range(3000):
+                (folder / str(number)).write_bytes(b"x")
+                begun.set()
+
+    for step in range(20):
+        partial = checkpoints.begin(tmp_path, step=step, generation=3)
+        (partial / "rank-0").mkdir()
+        is_begun = threading.Event()
+        writer = threading.Thread(target=keep_writing, args=(partial / "rank-0", is_begun))
+        writer.start()
+        assert is_begun.wait(10)
+        checkpoints.discard(partial)
+        writer.join(10)
+        assert not writer.is_alive()
+        assert not list(tmp_path.iterdir())

@@ -132,3 +132,10 @@ def test_a_module_says_which_pieces_it_has():
     other = torch.nn.Linear(3, 2)
     other.origins = {"weight": "the user's own"}
     assert origins_of(other) == {"weight": Origin((2, 3), (0, 0)), "bias": Origin((2,), (0,))}
+
+
+def test_a_folder_that_was_given_up_is_not_made_anew(tmp_path):
+    """Nobody would remove it any more."""
+    with pytest.raises(OSError, match="gone"):
+        write(tmp_path / "gone", {"x": torch.ones(3)}, {})
+    assert not list(tmp_path.iterdir())
