@@ -27,7 +27,7 @@ from nbdist.engine.digests import parameters_digest
 from nbdist.engine.group import Groups
 from nbdist.engine.handover import Giving
 from nbdist.engine.kernel import CellKernel
-from nbdist.engine.namespace import OURS, push_again, to_cpu
+from nbdist.engine.namespace import push_again, to_cpu
 from nbdist.engine.output import open_log
 from nbdist.engine.port import is_trainer
 from nbdist.engine.runs import Runs
@@ -327,7 +327,7 @@ class Engine:
             "device": self._device,
             "generation": self._groups.generation,
         }
-        assert set(ours) == OURS
+        assert set(ours) == values.OURS
         self._shell.user_ns.update(ours)
 
 

@@ -21,15 +21,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OURS = frozenset(
-    ("torch", "dist", "rank", "world_size", "local_rank", "slot", "device", "generation")
-)
-"""Names that nbdist itself binds."""
-
 
 def user_names(user_ns: Mapping[str, Any], hidden: Iterable[str]) -> list[str]:
     """Names that the user made: not IPython's, not ours, not private."""
-    ignored = OURS | set(hidden) | {"In", "Out", "exit", "quit", "get_ipython", "open"}
+    ignored = values.OURS | set(hidden) | {"In", "Out", "exit", "quit", "get_ipython", "open"}
     return sorted(n for n in user_ns if not n.startswith("_") and n not in ignored)
 
 

@@ -6,6 +6,7 @@ They are pickles: only for roads on which both ends have shown a key. Pure.
 from __future__ import annotations
 
 import io
+import keyword
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Lend = Callable[[Any], tuple[Any, ...] | None]
+OURS = frozenset(
+    ("torch", "dist", "rank", "world_size", "local_rank", "slot", "device", "generation")
+)
+"""Names that nbdist itself binds on engines."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -48,8 +53,15 @@ def pack_named(named: Mapping[str, Any], lend: Lend = lambda _: None) -> dict[st
     """The values of names, packed as `pack` does.
 
     Raises:
+        ValueError: no variable can have a name, or it is one of `OURS`.
         TypeError: one cannot be packed; the message names it.
     """
+    for name in named:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ValueError(f"{name!r} cannot be the name of a variable. Nothing was sent")
+        if name in OURS:
+            text = f"nbdist itself binds {name} on every engine; take another name for yours"
+            raise ValueError(f"{text}. Nothing was sent")
     packed = {}
     for name, value in named.items():
         try:

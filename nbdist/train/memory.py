@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 
     from nbdist.train.strategies import Strategy
 
-_SAID = ("can't allocate memory", "not enough memory", "std::bad_alloc")
-"""How torch says it where it raises a plain RuntimeError."""
+_SAID = (
+    "can't allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "could not create a primitive",
+)
+"""How torch says it, and oneDNN, where a plain RuntimeError is raised."""
 _LIMITS = {"RLIMIT_DATA": resource.RLIMIT_DATA, "RLIMIT_AS": resource.RLIMIT_AS}
 
 _held: list[tuple[weakref.ref[object], weakref.ref[object]]] = []

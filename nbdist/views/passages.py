@@ -5,7 +5,7 @@ For what is drawn from tables in Python; the live view reckons by the same rules
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from nbdist.protocol.telemetry import Kind
 from nbdist.views.palette import FAINT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from nbdist.protocol.tables import Table
 
@@ -110,12 +110,14 @@ class Passage:
     @property
     def waits(self) -> list[Wait]:
         """Times in which a slot waited for what another one sends."""
-        whose = {part.action.stage: part.slot for part in self.parts}
+        lines = _lines(self.planned or self.parts)
+        whose = {(lines.get(p.slot, 0), p.action.stage): p.slot for p in self.parts}
+        num_stages = len({stage for _, stage in whose})
         found: list[Wait] = []
         until: dict[int, float] = defaultdict(float)
         for part in sorted(self.parts, key=lambda part: part.began):
-            needed = needed_from_others(part.action, len(whose))
-            whom = whose.get(needed[0].stage, part.slot) if needed else part.slot
+            needed, line = needed_from_others(part.action, num_stages), lines.get(part.slot, 0)
+            whom = whose.get((line, needed[0].stage), part.slot) if needed else part.slot
             began = until[part.slot]
             if whom != part.slot and part.began > began:
                 found.append(
@@ -142,7 +144,8 @@ class Passage:
     @property
     def formula(self) -> str:
         """By which the plan's idle share comes about; empty where no formula gives it."""
-        num_ranks = len({part.slot for part in self.planned})
+        lines = _lines(self.planned)
+        num_ranks = len(lines) // (1 + max(lines.values(), default=0))
         stages = {part.action.stage for part in self.planned}
         num = 1 + max((part.action.microbatch for part in self.planned), default=0)
         if num_ranks < 2:
@@ -154,7 +157,8 @@ class Passage:
             return ""
         factors = ("3·" if halves > 1 else "") + ("v·" if per_rank > 1 else "")
         with_v = f", v = {per_rank}" if per_rank > 1 else ""
-        return f"(p−1)/({factors}m+p−1) with p = {num_ranks}{with_v}, m = {num}"
+        of_all = f" of {len(lines)} ranks" if len(lines) > num_ranks else ""
+        return f"(p−1)/({factors}m+p−1) with p = {num_ranks}{of_all}{with_v}, m = {num}"
 
     @property
     def sentence(self) -> str:
@@ -240,6 +244,19 @@ def _part(table: Table, place: int, stage: str, began: str, ended: str) -> Part:
         began=float(table[began][place]),
         ended=float(table[ended][place]),
     )
+
+
+def _lines(parts: Iterable[Part]) -> dict[int, int]:
+    """Slot -> its pipeline of those side by side: slots with the same stages are twins."""
+    stages: dict[int, set[int]] = defaultdict(set)
+    for part in parts:
+        stages[part.slot].add(part.action.stage)
+    twins: Counter[frozenset[int]] = Counter()
+    lines = {}
+    for slot in sorted(stages):
+        own = frozenset(stages[slot])
+        lines[slot], twins[own] = twins[own], twins[own] + 1
+    return lines
 
 
 def _idle(parts: list[Part]) -> float:

@@ -25,6 +25,7 @@ TORCHS = RuntimeError(
         (TORCHS, True),
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("could not create a primitive"), True),
         (RuntimeError("shapes do not fit"), False),
         (ValueError("can't allocate memory"), False),
     ],

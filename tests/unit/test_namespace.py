@@ -13,13 +13,8 @@ from trainers import FakePort, Samples, go
 from trainers import make as make_trainer
 
 from nbdist.engine.digests import fingerprint
-from nbdist.engine.namespace import (
-    OURS,
-    pack_names,
-    take_names,
-    to_cpu,
-    user_names,
-)
+from nbdist.engine.namespace import pack_names, take_names, to_cpu, user_names
+from nbdist.protocol import values
 
 
 def linear(seed=0):
@@ -63,7 +58,18 @@ def kind(value):
 def test_names_are_those_that_the_user_made():
     """Not IPython's, not ours, not private ones; sorted."""
     user_ns = dict.fromkeys(
-        ("model", "a", "_private", "__name__", "In", "Out", "exit", "get_ipython", "hidden", *OURS)
+        (
+            "model",
+            "a",
+            "_private",
+            "__name__",
+            "In",
+            "Out",
+            "exit",
+            "get_ipython",
+            "hidden",
+            *values.OURS,
+        )
     )
     assert user_names(user_ns, ["hidden"]) == ["a", "model"]
 
@@ -443,3 +449,12 @@ def test_tensors_are_cut_loose_wherever_they_stand():
     assert (found["a"][1][1], found["b"]) == (1, "text")
     assert found["c"] is given["c"]
     assert hanging.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("rank", "nbdist itself binds rank"), ("a b", "'a b' cannot be the name")]
+)
+def test_what_cannot_be_a_users_name_is_not_sent(name, says):
+    """And nothing beside it."""
+    with pytest.raises(ValueError, match=rf"{says}.*Nothing was sent"):
+        values.pack_named({"fine": 1, name: 2})

@@ -84,6 +84,23 @@ def test_a_gap_before_ones_own_work_is_no_wait():
     assert "nobody waits" in passage.sentence
 
 
+def test_pipelines_side_by_side_wait_for_their_own(story):
+    """What comes from the stage before comes from the same pipeline's; the formula is of one."""
+    one = [(2 * slot, *rest) for slot, *rest in TWO[:4]]
+    late = [(slot + 1, *what, began + 1, ended + 1) for slot, *what, began, ended in one]
+    rows = [*one, *late, TWO[4]]
+    passage = newest_passage({"spans": spans(*rows)})
+    assert passage.slots == [0, 1, 2, 3]
+    assert [(w.slot, w.whom, w.began, w.ended) for w in passage.waits if w.slot > 1] == [
+        (2, 0, 0.0, 1.5),
+        (3, 1, 0.0, 2.5),
+    ]
+    plans = {name: np.tile(values, 2) for name, values in story.tables["plans"].items()}
+    plans["slot"][len(plans["slot"]) // 2 :] += 4
+    found = newest_passage(story.tables | {"plans": plans})
+    assert found.formula == "(p−1)/(m+p−1) with p = 4 of 8 ranks, m = 8"
+
+
 def test_measured_and_planned_stand_beside_one_another(passage):
     """The plan's share by its formula; what was measured is more, by what sending takes."""
     assert passage.slots == [0, 1, 2, 3]

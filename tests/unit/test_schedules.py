@@ -138,6 +138,7 @@ def test_a_pipeline_says_what_it_costs():
         ({"stages": 0}, "stages is 0"),
         ({"stages": 2, "microbatches": 0}, "microbatches is 0"),
         ({"stages": 2, "schedule": "best"}, "schedule is 'best'"),
+        ({"stages": 2, "schedule": 3}, "schedule is 3; it must be a name"),
         ({"stages": 2, "schedule": TWO}, "say microbatches="),
         ({"stages": 2, "schedule": TWO, "microbatches": 3}, "0F2 is missing"),
         ({"stages": 2, "split": "even"}, "split is 'even'"),

@@ -68,10 +68,11 @@ class Pipeline:
             check_whole("microbatches", self.microbatches, 1)
         if isinstance(self.schedule, str):
             schedules.named(self.schedule)
-        elif self.microbatches is None:
-            raise ValueError("with a schedule of your own, say microbatches=…: it names each")
         else:
-            actions.check(actions.parse(self.schedule), self.stages, self.microbatches)
+            order = actions.parse(self.schedule)
+            if self.microbatches is None:
+                raise ValueError("with a schedule of your own, say microbatches=…: it names each")
+            actions.check(order, self.stages, self.microbatches)
         check_split(self.split)
 
     def check(self, terms: Terms) -> None:

@@ -49,6 +49,20 @@ function idle(parts) {
   return to > from ? 1 - busy / (slots * (to - from)) : 0;
 }
 
+/** Slot → which of the pipelines side by side it is in: slots with the same stages are twins. @param {Part[]} parts */
+function linesOf(parts) {
+  /** @type {Map<number, Set<number>>} */ const stages = new Map();
+  for (const { slot, stage } of parts) stages.set(slot, (stages.get(slot) ?? new Set()).add(stage));
+  /** @type {Map<string, number>} */ const twins = new Map();
+  /** @type {Map<number, number>} */ const lines = new Map();
+  for (const slot of [...stages.keys()].sort((a, b) => a - b)) {
+    const own = [...(stages.get(slot) ?? [])].sort((a, b) => a - b).join();
+    lines.set(slot, twins.get(own) ?? 0);
+    twins.set(own, 1 + (twins.get(own) ?? 0));
+  }
+  return lines;
+}
+
 /** What must have been done on whichever rank before it. @param {Part} part @param {number} stages */
 function needed({ kind, stage }, stages) {
   if (kind === FORWARD) return stage ? { stage: stage - 1, kinds: [FORWARD] } : null;
@@ -125,12 +139,14 @@ class Passage {
   }
 
   findWaits() {
-    const whose = new Map(this.parts.map((part) => [part.stage, part.slot]));
+    const { lines } = this;
+    const whose = new Map(this.parts.map((part) => [`${lines.get(part.slot)}:${part.stage}`, part.slot]));
+    const num = new Set(this.parts.map((part) => part.stage)).size;
     /** @type {Map<number, number>} */ const until = new Map();
     /** @type {Wait[]} */ const found = [];
     for (const part of [...this.parts].sort((a, b) => a.from - b.from)) {
-      const before = needed(part, whose.size);
-      const whom = before ? (whose.get(before.stage) ?? part.slot) : part.slot;
+      const before = needed(part, num);
+      const whom = before ? (whose.get(`${lines.get(part.slot)}:${before.stage}`) ?? part.slot) : part.slot;
       const from = until.get(part.slot) ?? 0;
       if (whom !== part.slot && part.from > from) {
         found.push({ slot: part.slot, whom, microbatch: part.microbatch, from, to: part.from });
@@ -140,11 +156,17 @@ class Passage {
     return found;
   }
 
+  /** Which slot is in which of the pipelines side by side. */
+  get lines() {
+    return linesOf(this.planned.length ? this.planned : this.parts);
+  }
+
   /** The longest chain of what waits for what, back from what ended last. @returns {Part[]} */
   get chain() {
     const num = new Set(this.parts.map((part) => part.stage)).size;
-    const name = (/** @type {number} */ kind, /** @type {number} */ stage, /** @type {number} */ i) => `${kind}:${stage}:${i}`;
-    const known = new Map(this.parts.map((part) => [name(part.kind, part.stage, part.microbatch), part]));
+    const { lines } = this;
+    const name = (/** @type {Omit<Part, "from" | "to">} */ { slot, kind, stage, microbatch }) => [lines.get(slot), kind, stage, microbatch].join();
+    const known = new Map(this.parts.map((part) => [name(part), part]));
     /** @type {Map<number, Part>} */ const last = new Map();
     /** @type {Map<Part, Part | undefined>} */ const before = new Map();
     for (const part of this.parts) {
@@ -155,9 +177,9 @@ class Passage {
     let part = this.parts[this.parts.length - 1];
     while (part && found.length < this.parts.length) {
       found.push(part);
-      const { microbatch } = part;
+      const { slot, microbatch } = part;
       const other = needed(part, num);
-      const sent = other?.kinds.map((kind) => known.get(name(kind, other.stage, microbatch))) ?? [];
+      const sent = other?.kinds.map((kind) => known.get(name({ slot, kind, stage: other.stage, microbatch }))) ?? [];
       const earlier = [before.get(part), ...sent].flatMap((one) => (one ? [one] : []));
       part = earlier.reduce((a, b) => (b.to > a.to ? b : a), earlier[0]);
     }
@@ -186,7 +208,8 @@ class Passage {
 
   /** By which the plan's idle share comes about; empty where no formula gives it. */
   get formula() {
-    const ranks = new Set(this.planned.map((part) => part.slot)).size;
+    const lines = linesOf(this.planned);
+    const ranks = Math.floor(lines.size / (1 + Math.max(0, ...lines.values())));
     if (ranks < 2) return "";
     const each = Math.floor(new Set(this.planned.map((part) => part.stage)).size / ranks);
     const num = 1 + this.planned.reduce((most, part) => Math.max(most, part.microbatch), 0);
@@ -194,7 +217,8 @@ class Passage {
     const share = (ranks - 1) / (halves * each * num + ranks - 1);
     if (Math.abs(share - this.idlePlanned) > LIKE_FORMULA) return "";
     const factors = `${halves > 1 ? "3·" : ""}${each > 1 ? "v·" : ""}`;
-    return `(p−1)/(${factors}m+p−1) with p = ${ranks}${each > 1 ? `, v = ${each}` : ""}, m = ${num}`;
+    const ofAll = lines.size > ranks ? ` of ${lines.size} ranks` : "";
+    return `(p−1)/(${factors}m+p−1) with p = ${ranks}${ofAll}${each > 1 ? `, v = ${each}` : ""}, m = ${num}`;
   }
 }
 
