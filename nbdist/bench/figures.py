@@ -262,9 +262,18 @@ def _sums() -> tuple[Figure, ...]:
             "sums",
             (f"sum of {size} MiB on 2 ranks over gloo", f"gloo sum {size}"),
             (f"sum of {size} MiB through shared memory / gloo", f"local sum {size}"),
-            bound=1 / 3,
+            bound=bound,
         )
-        for size in (1, 25)
+        for size, bound in ((1, 1 / 8), (25, 1 / 3))
+    ]
+    pairs += [
+        _steps(
+            "sums",
+            (f"run of 2 ranks over gloo, one {done}: stood still", f"gloo {kind}"),
+            (f"run through shared memory, one {done}: stood still / gloo", f"shared {kind}"),
+            bound=1.25,
+        )
+        for kind, done in (("lost", "killed"), ("hung", "stopped"))
     ]
     return tuple(figure for pair in pairs for figure in pair)
 

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 _CELL = """
 from torch.utils.data import TensorDataset
 from nbdist.bench.plain_ddp import GLOBAL_BATCH, tensors
-from nbdist.train import Trainer, bench_model
+from nbdist.train import DataParallel, Trainer, bench_model
 trainer = Trainer(
     model=bench_model,
     optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9),
     loss=torch.nn.CrossEntropyLoss(),
     data=TensorDataset(*tensors()),
     global_batch=GLOBAL_BATCH,
+    strategy={strategy},
 )
 """
 _ENDLESS = 1_000_000
@@ -41,25 +42,38 @@ _SIZES = (4, 3, 4)
 def kill(round_number: int, num_kills: int, samples: Samples) -> None:
     """SIGKILL at random moments, each when the world is whole again; then one SIGSTOP."""
     moment = random.Random(round_number)  # noqa: S311 - moments of kills, the same each time
-    with start(4, hang_timeout_s=_HANG_TIMEOUT_S) as cluster:
-        run = begin(cluster, _CELL)
-        ranks = [(round_number + number) % 4 for number in range(num_kills)]
-        for seconds in kill_some(cluster, run, ranks, moment):
-            samples.add("run refilled", seconds)
+    ranks = [(round_number + number) % 4 for number in range(num_kills)]
+    refilled_s, incidents = disturb(4, ranks, moment)
+    for seconds in refilled_s:
+        samples.add("run refilled", seconds)
+    for incident in incidents:
+        _account(incident, samples)
+
+
+def disturb(
+    num_engines: int, ranks: Sequence[int], moment: random.Random, strategy: str = "DataParallel()"
+) -> tuple[list[float], Sequence[Incident]]:
+    """Kill these ranks of a run, one after the other, then stop the first of them.
+
+    Returns:
+        After how many seconds each newcomer trained, and the run's incidents.
+    """
+    with start(num_engines, hang_timeout_s=_HANG_TIMEOUT_S) as cluster:
+        run = begin(cluster, _CELL.format(strategy=strategy))
+        refilled_s = kill_some(cluster, run, ranks, moment)
         before = cluster.generation
         _wait_steps(run, 5)
-        cluster.kill(round_number % 4, signal="STOP")
+        cluster.kill(ranks[0], signal="STOP")
         cluster.wait_healthy(_LIMIT_S, after=before + 1)
         _wait_steps(run, 5)
         _end_equal(cluster, run)
-    for incident in run.incidents:
-        _account(incident, samples)
+    return refilled_s, run.incidents
 
 
 def scale(samples: Samples) -> None:
     """2 → 4 → 3 → 4 engines while it trains."""
     with start(2) as cluster:
-        run = begin(cluster, _CELL)
+        run = begin(cluster, _CELL.format(strategy="DataParallel()"))
         for size in _SIZES:
             _wait_steps(run, 5)
             cluster.scale(size)

@@ -1,13 +1,15 @@
-"""A sum over two engines through shared memory, between two over gloo.
+"""Sums over two engines through shared memory, between those over gloo; kills and stops likewise.
 
-Runs in the engines, called by a cell; `measure` in the benchmark's own process.
+`sum_both_ways` runs in the engines, called by a cell; the rest in the benchmark's own process.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from typing import TYPE_CHECKING
 
+from nbdist.bench import recovery
 from nbdist.session.start import start
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 SIZES = ((1, 32), (25, 4))
 """In MiB, and how many sums are timed together, one after the other."""
+_KILLED = (0, 1, 0, 1)
+_GLOO, _SHARED = "DataParallel(shared_memory=False)", "DataParallel()"
 _NUM_BLOCKS = 6
 _CODE = "from nbdist.bench.sums import sum_both_ways; sum_both_ways({size}, {count})"
 
@@ -32,7 +36,7 @@ def value_name(size_mb: int) -> str:
 
 
 def measure(samples: Samples) -> None:
-    """All sizes; a sum has ended when it has on both ranks."""
+    """All sizes, then losses; a sum has ended when it has on both ranks."""
     with start(2, threads_per_engine=1) as cluster:
         for size_mb, count in SIZES:
             code = _CODE.format(size=size_mb, count=count)
@@ -41,6 +45,21 @@ def measure(samples: Samples) -> None:
                 before, ours, after = map(max, zip(*at_ranks, strict=True))
                 samples.add_reference(reference_name(size_mb), before, after, number=number)
                 samples.add(value_name(size_mb), ours)
+    _disturb(samples)
+
+
+def _disturb(samples: Samples) -> None:
+    """Seconds for which a run of two ranks stands still, each loss between two of runs on gloo."""
+    found = []
+    for strategy in (_GLOO, _SHARED, _GLOO):
+        moment = random.Random(len(_KILLED))  # noqa: S311 - moments of kills, the same each time
+        _, incidents = recovery.disturb(2, _KILLED, moment, strategy)
+        found.append(incidents)
+    for kind in ("lost", "hung"):
+        stalls_s = [[i.stall_s or 0.0 for i in its if i.kind == kind] for its in found]
+        for number, (before, ours, after) in enumerate(zip(*stalls_s, strict=True)):
+            samples.add_reference(f"gloo {kind}", before, after, number=number)
+            samples.add(f"shared {kind}", ours)
 
 
 def sum_both_ways(size_mb: int, count: int) -> list[tuple[float, float, float]]:
