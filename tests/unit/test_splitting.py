@@ -39,13 +39,31 @@ def test_blocks_are_found():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert splitting.blocks_of(model, "auto") == list(model)
     assert len(splitting.blocks_of(GPT(SMALL), "auto")) == 4
-    assert splitting.blocks_of(model, ["1", "0"]) == [model[1], model[0]]
+    assert splitting.blocks_of(model, ["0", "1"]) == list(model)
+    assert splitting.blocks_of(nn.Sequential(model), ["0.0", "0.1"]) == list(model)
     assert splitting.blocks_of(model, lambda m: [m[0]]) == [model[0]]
     with pytest.raises(TypeError, match="nothing says how to cut it"):
         splitting.blocks_of(nn.Linear(2, 2), "auto")
     for wrong in ([3], 3, [], None):
         with pytest.raises(TypeError, match="must be a list of Modules"):
             splitting.blocks_of(model, lambda _, wrong=wrong: wrong)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["0", "2"], "leaves out '1' of an nn.Sequential"),
+        (["0", "1", "2.0"], "leaves out '2.1'"),
+        (["1", "0", "2"], r"changes the order .* Name \['0', '1', '2'\] in their order"),
+    ],
+)
+def test_a_row_is_named_whole_and_in_its_order(names, says):
+    """Even what has no parameters makes another model of it where it is left out."""
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    )
+    with pytest.raises(ValueError, match=says):
+        splitting.blocks_of(model, names)
 
 
 def test_a_name_that_is_none_of_the_models_is_said():
@@ -195,7 +213,7 @@ def test_blocks_that_are_not_the_models_or_leave_some_out():
     """Both are named."""
     row = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"in no block: 2\.weight, 2\.bias"):
-        held(0, given=row, owners=(0, 1), split=["0", "1"])
+        held(0, given=row, owners=(0, 1), split=lambda m: list(m)[:2])
     with pytest.raises(ValueError, match="not the model's; blocks must be parts"):
         held(0, given=row, owners=(0, 1), split=lambda m: [m, nn.Linear(2, 2)])
     idle = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

@@ -77,7 +77,10 @@ def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
     if callable(split):
         return returned("split", split(model), least=1)
     if not isinstance(split, str) and _are_all(split, str):
-        return named("split", model, [str(name) for name in split])
+        row = named("split", model, [str(name) for name in split])
+        if isinstance(model, nn.Sequential):
+            _check_row(model, [str(name) for name in split])
+        return row
     own = getattr(type(model), "pipeline_blocks", None)
     if own is not None:
         return list(own(model))
@@ -88,6 +91,28 @@ def blocks_of(model: nn.Module, split: Split) -> list[nn.Module]:
         "nn.Sequential, or a method pipeline_blocks() that returns its blocks in order, or "
         "split=the names of its blocks, or split=a function from the model to its blocks"
     )
+
+
+def _check_row(model: nn.Sequential, names: Sequence[str]) -> None:
+    """Of a model that says itself in which order its parts go, all are named, in that order."""
+    left_out = list(_left_out(model, names, ""))
+    there = [name for name, _ in model.named_modules(remove_duplicate=False) if name in names]
+    if left_out or there != list(names):
+        wrong = f"leaves out {', '.join(map(repr, left_out))}" if left_out else "changes the order"
+        raise ValueError(
+            f"split is {list(names)}, and {wrong} of an nn.Sequential: that would train another "
+            f"model. Name {there if not left_out else 'all of its parts'} in their order, or give "
+            "a function that returns the blocks that are to be trained"
+        )
+
+
+def _left_out(row: nn.Sequential, names: Sequence[str], prefix: str) -> Iterator[str]:
+    for key, part in row._modules.items():  # noqa: SLF001 - named_children leaves out twins
+        name = f"{prefix}{key}"
+        if name not in names and isinstance(part, nn.Sequential):
+            yield from _left_out(part, names, f"{name}.")
+        elif name not in names and not any(n.startswith(f"{name}.") for n in names):
+            yield name
 
 
 def named(setting: str, model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
