@@ -29,6 +29,10 @@ _REMADE = (
     "{name} is the trainer of a run that goes on, and keeps its name: the run trains on with it. "
     "run.stop() or %dist_stop ends the run; then make it anew, or use another name now"
 )
+_MISSING = (
+    "{name} is missing on slot {slot}, whose engine came in mid-run: what was replayed there has "
+    "not made it. Make trainers in a cell for all ranks, without --once"
+)
 OVERTAKEN_LIMIT_S = 2.0
 """For so long a cell waits for an order that it has overtaken, if the order was not lost."""
 _present: Runs | None = None
@@ -68,7 +72,7 @@ class Runs:
         global _present  # noqa: PLW0603 - one process, one engine; the trainer finds it here
         _present = self
         self.slot, self.groups, self.tell, self.poll = slot, groups, tell, poll
-        self._user_ns = user_ns
+        self.user_ns = user_ns
         self.port: Port | None = None
         self._over: Port | None = None
         """A run that ended in mid-step: in the next group its trainer is made the same on all
@@ -107,7 +111,7 @@ class Runs:
             self._woken.clear()
             self.poll()
         self.cell = cell
-        self._bound_before = {name: id(value) for name, value in self._user_ns.items()}
+        self._bound_before = {name: id(value) for name, value in self.user_ns.items()}
 
     def cell_raised(self, error: BaseException) -> None:
         """The cell has raised, in its own loop, perhaps: who waits there is to know at once."""
@@ -134,7 +138,7 @@ class Runs:
         """Whether a name was bound by the cell whose own loop trains: every rank has its own."""
         if self.port is None or self.port.spec.cell is None:
             return False
-        return self._bound_before.get(name) != id(self._user_ns.get(name))
+        return self._bound_before.get(name) != id(self.user_ns.get(name))
 
     # ---- the trainer's side
 
@@ -205,6 +209,8 @@ class Runs:
             return
         run = order.spec.run if isinstance(order, rn.GoOn) else order.run
         if port is None or port.spec.run != run:
+            if isinstance(order, rn.GoOn) and self.groups.is_whole(order.generation):
+                self._say_missing(order.spec)
             return
         match order:
             case rn.GoOn(generation=generation):
@@ -213,6 +219,15 @@ class Runs:
             case rn.HoldRun():
                 port.wants_hold = True
         self._news.set()
+
+    def _say_missing(self, spec: rn.RunSpec) -> None:
+        """The others would wait for this engine in their next step."""
+        if spec.cell is not None:  # it comes to its loop by itself
+            return
+        fault = rn.RunFault(
+            kind="WrongState", message=_MISSING.format(name=spec.name, slot=self.slot)
+        )
+        self.tell(rn.RunRaised(slot=self.slot, pid=os.getpid(), run=spec.run, fault=fault))
 
     def _end(self, order: rn.EndRun) -> None:
         """A run is over; told once more when nothing is left to be made even."""
@@ -254,7 +269,7 @@ class Runs:
         Raises:
             WrongState: the trainer that trains has one of them.
         """
-        if (name := self._trained_name) in set(names):
+        if (name := self.trained_name) in set(names):
             raise WrongState(_REMADE.format(name=name))
 
     def restore_name(self) -> str:
@@ -262,39 +277,17 @@ class Runs:
 
         What is wrong, in words, where the cell had taken it; else nothing.
         """
-        name = self._trained_name
-        if self.port is None or not name or self._user_ns.get(name) is self.port.trainer:
+        name = self.trained_name
+        if self.port is None or not name or self.user_ns.get(name) is self.port.trainer:
             return ""
-        self._user_ns[name] = self.port.trainer
+        self.user_ns[name] = self.port.trainer
         return _REMADE.format(name=name)
 
     @property
-    def _trained_name(self) -> str:
+    def trained_name(self) -> str:
+        """The variable of the trainer that trains; empty where none does."""
         port = self.port
         return port.spec.name if port is not None and not port.is_over else ""
-
-    def find_trainer(self, name: str | None) -> tuple[str, Drivable]:
-        """A trainer and its name; None: the one that trains, or the only one there is.
-
-        Raises:
-            NameError: the name is not bound here.
-            TypeError: it is bound to something else.
-            WrongState: there is no trainer, or more than one.
-        """
-        names = [n for n, value in self._user_ns.items() if is_trainer(value) and n[0] != "_"]
-        if name is None and self._trained_name in names:
-            name = self._trained_name
-        if name is None:
-            if len({id(self._user_ns[n]) for n in names}) != 1:
-                shown = f"are {', '.join(names)}: say which" if names else "is none"
-                raise WrongState(f"which trainer? On slot {self.slot} there {shown}")
-            name = names[0]
-        if name not in self._user_ns:
-            raise NameError(f"name {name!r} is not defined on slot {self.slot}")
-        trainer = self._user_ns[name]
-        if not is_trainer(trainer):
-            raise TypeError(f"{name} is a {type(trainer).__name__}, not a nbdist.train.Trainer")
-        return name, trainer
 
     # ---- what a newcomer is given
 
@@ -327,36 +320,34 @@ class Runs:
     # ---- tasks
 
     def _bind_and_say(self, spec: rn.RunSpec) -> None:
-        trainer, port = self._user_ns.get(spec.name), self.port
+        trainer, port = self.user_ns.get(spec.name), self.port
         is_other = port is not None and port.spec.run != spec.run
         if port is not None and is_other and (port.is_over or port.spec.cell is None):
             port.end(None)  # its end was lost with a supervisor: only one run is under way
             self.port, is_other = None, False
-        fault = None
-        if spec.name not in self._user_ns:
+        kind, text = "NbdistError", ""
+        if spec.name not in self.user_ns:
             text = (
                 f"no variable {spec.name!r} on the engine; make the trainer in a %%distributed "
                 "cell, or with cluster.run"
             )
-            fault = rn.RunFault(kind="NbdistError", message=text)
         elif not is_trainer(trainer):
-            kind = type(trainer).__name__
-            text = f"{spec.name} is a {kind}, not a nbdist.train.Trainer"
-            fault = rn.RunFault(kind="NbdistError", message=text)
+            text = f"{spec.name} is a {type(trainer).__name__}, not a nbdist.train.Trainer"
         elif is_other:
-            fault = rn.RunFault(kind="WrongState", message="another run goes on here")
+            kind, text = "WrongState", "another run goes on here"
         elif self.port is None:
             self._bind(spec, trainer)
         else:
             self.port.repeat()  # asked again by a supervisor that took over
-        if fault is not None:
+        if text:
+            fault = rn.RunFault(kind=kind, message=text)
             self.tell(
                 rn.RunBound(slot=self.slot, pid=os.getpid(), run=spec.run, step=0, fault=fault)
             )
 
     def _bind_if_here(self, spec: rn.RunSpec | None) -> Port | None:
         """A newcomer's trainer, made by the replay or given whole."""
-        trainer = self._user_ns.get(spec.name) if spec is not None else None
+        trainer = self.user_ns.get(spec.name) if spec is not None else None
         if spec is None or spec.cell is not None or not is_trainer(trainer):
             return None
         return self._bind(spec, trainer)

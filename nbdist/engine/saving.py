@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from nbdist import checkpoints
 from nbdist.engine import runs
+from nbdist.engine.port import is_trainer
+from nbdist.errors import WrongState
 from nbdist.protocol import saves as sv
 
 if TYPE_CHECKING:
@@ -106,8 +108,28 @@ def _write(present: Runs, part: Part, partial: str) -> None:
 
 
 def _find(name: str | None) -> tuple[str, Savable]:
-    found, trainer = _present().find_trainer(name)
-    return found, cast("Savable", trainer)
+    """A trainer and its name; None: the one that trains, or the only one there is.
+
+    Raises:
+        NameError: the name is not bound here.
+        TypeError: it is bound to something else.
+        WrongState: there is no trainer, or more than one.
+    """
+    its = _present()
+    names = [n for n, value in its.user_ns.items() if is_trainer(value) and n[0] != "_"]
+    if name is None and its.trained_name in names:
+        name = its.trained_name
+    if name is None:
+        if len({id(its.user_ns[n]) for n in names}) != 1:
+            shown = f"are {', '.join(names)}: say which" if names else "is none"
+            raise WrongState(f"which trainer? On slot {its.slot} there {shown}")
+        name = names[0]
+    if name not in its.user_ns:
+        raise NameError(f"name {name!r} is not defined on slot {its.slot}")
+    trainer = its.user_ns[name]
+    if not is_trainer(trainer):
+        raise TypeError(f"{name} is a {type(trainer).__name__}, not a nbdist.train.Trainer")
+    return name, cast("Savable", trainer)
 
 
 def _present() -> Runs:

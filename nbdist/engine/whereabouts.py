@@ -4,7 +4,8 @@ A main thread waits when its innermost Python frame is torch's, stays at the sam
 uses next to no CPU time. That covers collectives called by name, and those inside native code
 (DDP's backward, autograd), which no wrapper in Python could see. Where a cell itself calls native
 code (`work.wait()`), or nbdist's own does (what `then` of a future returns has no frame), it waits
-if it also stands in a futex: a sleep does not.
+if it also stands in a futex: a sleep does not. One that waits again and again at the same place,
+with little to do between, does not wait all the time: waits of nbdist's own are counted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbdist.engine.works import WORKS
 from nbdist.protocol.events import Where
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class Whereabouts:
         self._user_ns = user_ns
         self._main = threading.main_thread().ident or 0
         self._clock = time.pthread_getcpuclockid(self._main)
-        self._last: tuple[int, int, float, float] | None = None
+        self._last: tuple[int, int, int, float, float] | None = None
         self._since = 0.0
 
     def look(self, now: float) -> Where | None:
@@ -57,9 +59,9 @@ class Whereabouts:
         if frame is None or not self._may_wait(frame):
             self._last = None
             return None
-        last, self._last = self._last, (id(frame), frame.f_lasti, now, cpu)
-        is_still = last is not None and last[:2] == self._last[:2]
-        if last is None or not is_still or cpu - last[3] > BUSY_SHARE * (now - last[2]):
+        last, self._last = self._last, (id(frame), frame.f_lasti, WORKS.num_begun, now, cpu)
+        is_still = last is not None and last[:3] == self._last[:3]
+        if last is None or not is_still or cpu - last[4] > BUSY_SHARE * (now - last[3]):
             self._since = now
             return None
         if not frame.f_code.co_filename.startswith(_TORCH) and not self._stands_in_futex():

@@ -61,6 +61,9 @@ class Works:
     """The collectives of this process that somebody waits for."""
 
     def __init__(self) -> None:
+        self.num_begun = 0
+        """Waits, of the main thread and of torch's, that there ever were: who looks at a thread now
+        and then does not take several on end for one."""
         self._lock = threading.Lock()
         self._is_cut = False
         self._open: dict[int, tuple[_Promise, Any]] = {}
@@ -86,6 +89,7 @@ class Works:
         """
         promise: _Promise = Future()
         with self._lock:
+            self.num_begun += 1
             is_cut = self._is_cut
             if is_cut:
                 self._given_up.append(work)
@@ -105,6 +109,7 @@ class Works:
         """
         promise, waited = _Promise(), _Waited(works)
         with self._lock:
+            self.num_begun += 1
             is_cut = self._is_cut
             errands = self._errands or _begin_waiting(self._settle_wait)
             errands.put((promise, waited))
@@ -140,6 +145,7 @@ class Works:
         """What another thread of ours will `keep`; an error as soon as the group is cut."""
         promise = _Promise()
         with self._lock:
+            self.num_begun += 1
             is_cut = self._is_cut
             if not is_cut:
                 self._open[id(promise)] = promise, _NOTHING
@@ -183,6 +189,7 @@ class Works:
                 self._end_call(promise, None)
 
         with self._lock:
+            self.num_begun += 1
             if self._is_cut:
                 raise dist.DistNetworkError(_CUT)
             self._calls[id(promise)] = promise

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import training
 
-from nbdist.errors import RecoveryFailed
+from nbdist.errors import RecoveryFailed, WrongState
 
 MODES = [
     pytest.param('"sync"', marks=pytest.mark.slow),
@@ -137,4 +137,30 @@ def test_without_a_replica_the_server_takes_the_run_along(cluster, until):
     until(lambda: len(run.history["step"]) > 3, 60, "it trains")
     engines.kill(0)
     with pytest.raises(RecoveryFailed, match="replica"):
+        run.wait(60)
+
+
+@pytest.mark.timeout(200)
+def test_a_slow_worker_is_not_hung(cluster):
+    """Server and replica wait in each step anew, though at the same place in the code."""
+    engines = start(cluster, 3, '"sync"')
+    engines.run(
+        "trainer.model.register_forward_hook(lambda *_: time.sleep(0.3))  # the slowness itself"
+    )
+    run = engines.train("trainer", steps=12).wait(90)
+    training.check_steps(run)
+    assert run.incidents == []
+
+
+@pytest.mark.timeout(200)
+def test_a_newcomer_without_the_trainer_ends_the_run(cluster, until):
+    """Others would wait for it for ever."""
+    engines = cluster(3)
+    engines.run(training.CELL)
+    cell = "from nbdist.train import ParameterServer; served = make(strategy=ParameterServer())"
+    engines.run(cell, once=True)
+    run = engines.train("served", steps=1_000_000)
+    until(lambda: len(run.history["step"]) > 3, 60, "it trains")
+    engines.kill(2)
+    with pytest.raises(WrongState, match=r"served is missing on slot 2.*without --once"):
         run.wait(60)
