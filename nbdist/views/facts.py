@@ -148,6 +148,12 @@ def throughput(rows: NDArray[np.void]) -> NDArray[np.float64]:
     return rates
 
 
+def lonely(values: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Places of finite values without one beside them, which a line would not show."""
+    known = np.concatenate([[False], np.isfinite(values), [False]])
+    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
+
+
 def pace(samples: int, seconds: float) -> float:
     """Samples a second of a run as a whole, over all ranks, stalls included; NaN before it has any.
 
