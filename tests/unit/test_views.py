@@ -125,6 +125,15 @@ def test_a_value_without_neighbours_is_drawn():
     assert facts.lonely(gaps).tolist() == [1, 6]
 
 
+def test_of_which_steps_compute_times_are_known_is_said():
+    """Where the beginning of a long run is missing; a step or two that were not sent are not."""
+    series = {0: {"compute_s": (np.arange(3.0), np.full(3, 0.1))}}
+    for first, note in ((0, ""), (4, ""), (20, "from step 20 on")):
+        steps = {"step": np.arange(first, 30.0)}
+        told = make_story(series=series, tables={"steps": steps})
+        assert facts.series_table(told, "compute_s", 1e3, "ms").note == note
+
+
 def test_an_engine_that_hung_is_marked_until_it_was_ended():
     """From its last sign of life on; one that was lost at once has no such time."""
     hung = incident(kind="hung", began_at=12.0, detect_s=10.0, slots=(1,))
