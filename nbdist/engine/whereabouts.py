@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist.engine.works import WORKS
-from nbdist.protocol.events import Where
+from nbdist.protocol.events import NATIVE_CODE, OWN_STEP, Where
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -83,7 +83,7 @@ class Whereabouts:
         return wchan.startswith("futex")
 
     def _describe(self, frame: FrameType | None) -> tuple[str, str]:
-        operation = "native wait"
+        operation = NATIVE_CODE
         while frame is not None and _is_plumbing(frame):
             name = frame.f_code.co_name
             if frame.f_code.co_filename.startswith(_DISTRIBUTED) and name not in _WRAPPERS:
@@ -92,7 +92,7 @@ class Whereabouts:
         if frame is None:
             return operation, ""
         if frame.f_globals.get("__name__", "").startswith("asyncio"):
-            return operation, "a step of the run"
+            return operation, OWN_STEP
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         place = "cell" if frame.f_globals is self._user_ns else frame.f_code.co_filename
         return operation, f"{place} line {frame.f_lineno}" + (f": {text}" if text else "")

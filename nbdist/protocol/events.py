@@ -21,13 +21,19 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all events; the tag on the wire is the class name."""
 
 
+NATIVE_CODE = "native code"
+"""Stands for the name of a call where a main thread waits in none that has one."""
+OWN_STEP = "a step of the run"
+"""Stands for the user's line where the loop is ours."""
+
+
 class Where(msgspec.Struct, frozen=True, kw_only=True):
     """What a main thread is waiting in, as read from its stack."""
 
     operation: str
-    """Name of the torch.distributed call, or "native wait" where only native code is on top."""
+    """Name of the torch.distributed call, or `NATIVE_CODE` where nothing else is on top."""
     line: str
-    """The user's line: `cell line 3: dist.barrier()`."""
+    """The user's line: `cell line 3: dist.barrier()`; or `OWN_STEP`."""
     since_s: float
     """Monotonic time at which this wait was first seen."""
 

@@ -123,7 +123,7 @@ class Run(Part, frozen=True, kw_only=True):
     samples: int = 0
     """Of all its steps, over all ranks."""
     seconds: float = 0.0
-    """What these steps took, stalls included."""
+    """What these steps took, stalls included; the user's pauses are not."""
 
 
 class Numbered(Part, frozen=True, kw_only=True):

@@ -39,9 +39,10 @@ ROWS = np.dtype(
 """One committed step.
 
 step: its number, from 0. loss: mean over the global batch. samples: how many it trained on, over
-all ranks. seconds: from the committed step before to this one, stalls included. generation,
-world_size: of the group that committed it. lr: the rate that the optimizer used, of its first
-parameter group. at: when it was committed, in seconds of the host's monotonic clock.
+all ranks. seconds: from the committed step before to this one, stalls included, but not the time
+for which the user had the run paused. generation, world_size: of the group that committed it. lr:
+the rate that the optimizer used, of its first parameter group. at: when it was committed, in
+seconds of the host's monotonic clock.
 """
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import RecoveryFailed, TargetError, WrongState
 from nbdist.gpus import default_num_engines
+from nbdist.protocol.events import NATIVE_CODE
 
 if TYPE_CHECKING:
     from nbdist.protocol import orders as od
@@ -99,7 +100,7 @@ def _in_short(activity: str) -> str:
     """What a main thread does, without lines of ours: inside a step of a run it trains."""
     if f"{_PACKAGE}train/" in activity:
         operation = activity.removeprefix("waits in ").partition(", ")[0]
-        return "trains" if operation == "native wait" else f"trains, in {operation}"
+        return "trains" if operation == NATIVE_CODE else f"trains, in {operation}"
     return activity.replace(_PACKAGE, "nbdist/")
 
 

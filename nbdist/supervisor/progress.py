@@ -46,6 +46,8 @@ class Progress:
         self.seconds = 0.0
         """What they took."""
         self._replaced: dict[int, range] = {}
+        self._left_out: dict[int, float] = {}
+        """Step -> how long the run was paused before it."""
         self._is_first_known = first is not None
         self._rows: NDArray[np.void] = np.zeros(1024, ROWS)
         self._size = 0
@@ -74,6 +76,11 @@ class Progress:
         """Steps that every member has acknowledged."""
         return min((self._acknowledged.get(slot, self.first) for slot in members), default=0)
 
+    def leave_out(self, step: int, seconds: float) -> None:
+        """The user had the run stand for so long before a step: that is no time of the step's."""
+        self._left_out = {s: paused for s, paused in self._left_out.items() if s >= step}
+        self._left_out[step] = self._left_out.get(step, 0.0) + seconds
+
     def acknowledge(self, slot: Slot, step: int) -> None:
         """A member has so many steps, its own or copied."""
         self._acknowledged[slot] = step
@@ -83,7 +90,10 @@ class Progress:
 
         Raises ValueError where `data` is not whole rows.
         """
-        rows = np.frombuffer(data, ROWS)
+        rows = np.frombuffer(data, ROWS).copy()
+        for step, paused in self._left_out.items():
+            # Who came to the group after the pause has not measured it.
+            rows["seconds"][(rows["step"] == step) & (rows["seconds"] >= paused)] -= paused
         fresh = [row for row in rows if self._take(row)]
         if len(rows) and self._counts(rows[-1]):
             reached = int(rows["step"][-1]) + 1

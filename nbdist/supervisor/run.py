@@ -54,6 +54,8 @@ class Run:
     """Of the last order to go on."""
     is_hold_ordered: bool = False
     is_paused: bool = False
+    paused_since: float | None = None
+    """When it came to stand because the user wants it to."""
     is_stopping: bool = False
     bound: dict[Slot, rn.RunBound] = field(default_factory=dict)
     held: dict[Slot, Place] = field(default_factory=dict)
@@ -109,6 +111,14 @@ class Run:
     def has_twins(self) -> bool:
         """What each member holds is held by another one, too; False: it is not known."""
         return bool(self.bound) and all(bound.has_twin for bound in self.bound.values())
+
+    def note_pause(self, now: float) -> None:
+        """Leave what the user has it stand out of the next step's time; called at each change."""
+        if self.is_paused and self.state == "paused":
+            self.paused_since = now if self.paused_since is None else self.paused_since
+        elif self.paused_since is not None:
+            self.progress.leave_out(self.step, now - self.paused_since)
+            self.paused_since = None
 
     def num_leaving(self, num_members: int) -> int:
         """Of so many, how many may leave together; where they have twins, any number may."""

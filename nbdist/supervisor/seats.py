@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from nbdist.errors import guess_cause
+from nbdist.protocol.events import NATIVE_CODE, OWN_STEP
 from nbdist.protocol.orders import EngineLost
 from nbdist.protocol.topology import Member
 
@@ -88,6 +89,26 @@ class Seat:
         """What its main thread waits in, in words; empty where it does not wait."""
         where = self.beat.waiting if self.beat is not None else None
         return f"{where.operation}, {where.line}" if where is not None else ""
+
+    @property
+    def activity(self) -> str:
+        """What its main thread does, in words; empty: nothing to say.
+
+        A rank that trains waits for others again and again, in each step: that is told by how much
+        of the step it is, not as what it does now, unless it is a call that the user may know.
+        """
+        beat = self.beat
+        if beat is None:
+            return ""
+        where = beat.waiting
+        if beat.step is None and where is not None and where.line != OWN_STEP:
+            return f"waits in {self.waits_in}"
+        if beat.step is not None or where is not None:
+            if where is None or where.operation == NATIVE_CODE:
+                return "trains"
+            place = "" if where.line == OWN_STEP else f", {where.line}"
+            return f"trains, in {where.operation}{place}"
+        return "runs a cell" if beat.cell is not None else ""
 
     def as_member(self) -> Member:
         """Its entry in a membership."""

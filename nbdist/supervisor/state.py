@@ -223,6 +223,8 @@ class Machine(Deadlines):
         """Carry out the user's order; why that cannot be, in words, or nothing."""
         steer = self.runs.set if isinstance(order, rn.SetRun) else self.runs.steer
         refusal = steer(order)  # type: ignore[arg-type]
+        if self.runs.present is not None:
+            self.runs.present.note_pause(now)
         self._go_on(now)
         return refusal
 

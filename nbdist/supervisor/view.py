@@ -35,11 +35,6 @@ def view_of(machine: Machine, *, with_beats: bool = False) -> WorldView:
 def _seat(machine: Machine, seat: Seat, with_beats: bool) -> SeatView:
     in_group = seat.is_in_group and seat.slot in machine.membership
     beat = seat.beat if with_beats else None
-    activity = ""
-    if beat is not None and beat.waiting is not None:
-        activity = f"waits in {seat.waits_in}"
-    elif beat is not None and beat.cell is not None:
-        activity = "runs a cell"
     return SeatView(
         slot=seat.slot,
         rank=int(machine.membership.rank_of(seat.slot)) if in_group else None,
@@ -50,7 +45,7 @@ def _seat(machine: Machine, seat: Seat, with_beats: bool) -> SeatView:
         device=seat.device,
         generation=machine.generation if in_group else type(machine.generation)(0),
         rss_bytes=beat.rss_bytes if beat else 0,
-        activity=activity,
+        activity=seat.activity if with_beats else "",
         is_holder=seat.is_holder,
         not_restored=dict(seat.not_restored),
         slow_factor=seat.beat.slow_factor if seat.beat is not None else 1.0,

@@ -271,6 +271,8 @@ class World:
             self._go_on(now)
         else:
             runs.settle(self.membership)
+            if runs.present is not None:
+                runs.present.note_pause(now)
             self._admit_cells()
             if runs.cell is not None or not self.gate.open:
                 runs.go_on(self.membership)

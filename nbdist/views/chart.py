@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbdist.views import palette
-from nbdist.views.facts import place, throughput
+from nbdist.views.facts import lonely, place, throughput
 from nbdist.views.figures import check_name, figure, text_of
 from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
 from nbdist.views.ticks import tick_text, ticks
@@ -189,17 +189,23 @@ def _ticks_below(x: _Scale, height: int, *, least: float = 0.0) -> list[str]:
 def _curve(
     steps: NDArray[np.float64], values: NDArray[np.float64], x: _Scale, y: _Scale
 ) -> list[str]:
-    """The line; parted where a value is no finite number."""
+    """The line; parted where a value is no finite number. A value that stands alone is a dot."""
     path, is_down = [], False
-    for index in _picked(values):
+    picked = _picked(values)
+    for index in picked:
         if is_finite := bool(np.isfinite(values[index])):
             command = "L" if is_down else "M"
             path.append(f"{command}{x(steps[index]):.1f} {y(values[index]):.1f}")
         is_down = is_finite
     colour = palette.slot_colour(0)
+    dots = [
+        f'<circle cx="{x(steps[index]):.1f}" cy="{y(values[index]):.1f}" r="2.5" fill="{colour}"/>'
+        for index in picked[lonely(values[picked])]
+    ]
     return [
+        *dots,
         f'<path d="{"".join(path)}" fill="none" stroke="{colour}" stroke-width="1.5" '
-        'stroke-linecap="round" stroke-linejoin="round"/>'
+        'stroke-linecap="round" stroke-linejoin="round"/>',
     ]
 
 

@@ -199,7 +199,7 @@ class Dashboard:
         frame = self._feed.snapshot()
         if frame is None:
             return None
-        image = base64.b64encode(picture(frame)).decode()
+        image = base64.b64encode(picture(frame, self._shown_views)).decode()
         return {"text/plain": TEXT, "image/png": image}, {"image/png": {"width": WIDTH}}
 
     def _show_still(self) -> bool:

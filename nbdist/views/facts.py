@@ -30,6 +30,9 @@ TABLE_DIGITS = 5
 OVER_THE_RUN = "over the run, stalls included"
 """What `pace` is."""
 
+_FEW_STEPS, _MISSING_SHARE = 5, 0.02
+"""More than either must be missing at a run's beginning to be told."""
+
 _LEAST_POWER, _GREATEST_POWER = -3, 4
 """Of ten: a loss below or above is written with it."""
 
@@ -148,6 +151,12 @@ def throughput(rows: NDArray[np.void]) -> NDArray[np.float64]:
     return rates
 
 
+def lonely(values: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Places of finite values without one beside them, which a line would not show."""
+    known = np.concatenate([[False], np.isfinite(values), [False]])
+    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
+
+
 def pace(samples: int, seconds: float) -> float:
     """Samples a second of a run as a whole, over all ranks, stalls included; NaN before it has any.
 
@@ -233,9 +242,22 @@ def series_table(story: RunStory, name: str, scale: float, unit: str) -> Table:
             numbers = (values.min(), np.median(values), values.max(), values[-1])
             rows.append((f"{slot}", *(f"{number:,.1f}" for number in numbers)))
     return Table(
+        note=_known_from(story) if name == "compute_s" else "",
         header=("slot", f"least {unit}", f"median {unit}", f"most {unit}", f"last {unit}"),
         rows=rows,
     )
+
+
+def _known_from(story: RunStory) -> str:
+    """Of which steps it is known what each slot did, where not of all."""
+    steps, rows = story.tables.get("steps"), story.rows
+    if steps is None or not len(steps["step"]) or not len(rows):
+        return ""
+    first = int(np.nanmin(steps["step"]))
+    begin, end = int(rows["step"][0]), int(rows["step"][-1])
+    # Of a long run only some steps are told: the first need not be among them. As pages have it.
+    is_late = first - begin > max(_FEW_STEPS, (end - begin) * _MISSING_SHARE)
+    return f"from step {first:,} on" if is_late else ""
 
 
 def describe(story: RunStory, name: str) -> str:

@@ -21,7 +21,7 @@ from bokeh.models import (
 from bokeh.plotting import figure as bokeh_figure
 
 from nbdist.views import palette
-from nbdist.views.facts import describe, place, throughput
+from nbdist.views.facts import describe, lonely, place, throughput
 from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
 from nbdist.views.live_figures import LOSS_FORMAT, LOSS_TIP, mark_steps, quads, tick_steps
 
@@ -132,6 +132,10 @@ def _line_of_steps(chart: bokeh_figure, story: RunStory, values: NDArray[Any]) -
         }
     )
     line = chart.line("step", "value", source=source, color=palette.TEXT, line_width=1.8)
+    if len(alone := lonely(values[picked])):
+        chart.scatter(
+            rows["step"][picked][alone], values[picked][alone], color=palette.TEXT, size=5
+        )
     chart.add_tools(_hover([line], ("step", "loss", "ms", "ranks", "generation")))
     return line
 

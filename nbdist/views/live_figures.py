@@ -69,11 +69,17 @@ def _over_steps(name: str, y_label: str, tip: str, height: int = 230) -> bokeh_f
     tick_steps(chart)
     source = _source(name, "x", name, "step", "generation", "ranks")
     line = chart.line("x", name, source=source, line_width=1.8, line_color=palette.SLOT_COLOURS[0])
+    _dots(chart, _source(f"{name}_dots", "x", "y"), palette.SLOT_COLOURS[0])
     tips = [("", tip), ("step", "@step"), ("ranks", "@ranks"), ("generation", "@generation")]
     hover = HoverTool(renderers=[line], tooltips=tips, mode="vline", formatters=LOSS_FORMAT)
     chart.add_tools(hover)
     _marks(chart)
     return chart
+
+
+def _dots(chart: bokeh_figure, source: ColumnDataSource, colour: Any) -> None:
+    """Values that stand alone: a line of one point is nothing."""
+    chart.scatter("x", "y", source=source, size=5, fill_color=colour, line_color=None)
 
 
 def tick_steps(chart: bokeh_figure) -> None:
@@ -126,6 +132,7 @@ def _compute() -> bokeh_figure:
     chart = _empty("step", "compute, ms", 170)
     tick_steps(chart)
     lines = _slot_lines(chart, "compute")
+    _dots(chart, _source("compute_dots", "x", "y", "colour"), field("colour"))
     heat = _source("heat", "left", "right", "bottom", "top", "colour", "slot", "ms")
     cells = quads(chart, heat)
     tips = [("slot", "@slot"), ("step", "$x{0}"), ("compute", "$y{0.0} ms")]

@@ -19,7 +19,7 @@ from nbdist.views.passages import COLOURS, NAMES, PALE_COLOURS, is_pipeline, new
 from nbdist.views.sheet import WIDTH, Axes, Box, Sheet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,24 +41,46 @@ _COLOURS = {
 _KINDS = {8: "data", 3: "forward", 4: "backward", 5: "vote", 6: "optimizer", _BUCKET: "bucket"}
 
 
-def picture(frame: bytes) -> bytes:
-    """A PNG of a snapshot; shown at `WIDTH` pixels it is sharp."""
+_PANELS: tuple[tb.View, ...] = ("loss", "throughput", "sync", "pipeline", "membership")
+"""Views of which there are pictures, in the order in which they are drawn."""
+
+
+def picture(frame: bytes, views: Collection[tb.View] = ()) -> bytes:
+    """A PNG of a snapshot; shown at `WIDTH` pixels it is sharp.
+
+    Args:
+        frame: the snapshot.
+        views: those that are drawn, as far as there are pictures of them; where there is none of
+            any, and where none is named, all are.
+    """
     header, tables = fr.unpack(frame)
-    sheet = Sheet(WIDTH, _HEAD + 2 * (_PANEL + _MARGIN) + _MARGIN)
+    chosen = _chosen(views, is_pipe=is_pipeline(tables))
+    num_rows, num_columns = (len(chosen) + 1) // 2, min(len(chosen), 2)
+    sheet = Sheet(WIDTH, _HEAD + num_rows * (_PANEL + _MARGIN) + _MARGIN)
     _draw_head(sheet, header, tables)
-    half = (WIDTH - 3 * _MARGIN) / 2
-    boxes: list[Box] = [
-        (x, y, x + half, y + _PANEL)
-        for y in (_HEAD, _HEAD + _PANEL + _MARGIN)
-        for x in (_MARGIN, 2 * _MARGIN + half)
-    ]
-    for box in boxes:
+    width = (WIDTH - (num_columns + 1) * _MARGIN) / num_columns
+    draw = {
+        "loss": lambda box: _draw_loss(sheet, box, tables),
+        "throughput": lambda box: _draw_compute(sheet, box, header, tables),
+        "sync": lambda box: _draw_sync(sheet, box, tables),
+        "pipeline": lambda box: _draw_pipeline(sheet, box, tables),
+        "membership": lambda box: _draw_membership(sheet, box, header, tables),
+    }
+    for number, view in enumerate(chosen):
+        row, column = divmod(number, 2)
+        x, y = _MARGIN + column * (width + _MARGIN), _HEAD + row * (_PANEL + _MARGIN)
+        box: Box = (x, y, x + width, y + _PANEL)
         sheet.frame(box)
-    _draw_loss(sheet, boxes[0], tables)
-    _draw_compute(sheet, boxes[1], header, tables)
-    (_draw_pipeline if is_pipeline(tables) else _draw_sync)(sheet, boxes[2], tables)
-    _draw_membership(sheet, boxes[3], header, tables)
+        draw[view](box)
     return sheet.png()
+
+
+def _chosen(views: Collection[tb.View], *, is_pipe: bool) -> list[tb.View]:
+    """Of sync and pipeline the one that fits, where both are wanted; pages go by the same rule."""
+    wanted = [view for view in _PANELS if view in views] or list(_PANELS)
+    if {"sync", "pipeline"} <= set(wanted):
+        wanted.remove("sync" if is_pipe else "pipeline")
+    return wanted
 
 
 def _draw_head(sheet: Sheet, header: fr.Header, tables: dict[str, tb.Table]) -> None:
@@ -212,9 +234,12 @@ def _draw_membership(
 ) -> None:
     title, seats = "Who was in the job, and what did each failure cost?", tables.get("seats")
     left, top, right, bottom = box
-    texts = [_incident_line(numbered) for numbered in header.incidents[-_MAX_INCIDENTS:]]
+    listed, is_longest_added = _listed(header.incidents)
+    texts = [_incident_line(numbered) for numbered in listed]
     if (num := _num_incidents(header)) > len(texts):
-        texts.insert(0, f"the last {len(texts)} of {num} incidents:")
+        last = f"the last {len(texts) - is_longest_added} of {num} incidents"
+        longest = ", and before them the one of the longest stall" if is_longest_added else ""
+        texts.insert(0, f"{last}{longest}:")
     height = 15 * len(texts)
     if seats is None or not len(seats["at"]):
         _draw_nothing(sheet, box, title, "" if texts else "nothing is known of seats")
@@ -253,6 +278,20 @@ def _draw_life(axes: Axes, lane: int, num: int, seats: tb.Table, slot: int, now:
 def _num_incidents(header: fr.Header) -> int:
     """Since the run began; of very many only the last ones are in a frame."""
     return max((numbered.number for numbered in header.incidents), default=0)
+
+
+def _listed(incidents: Sequence[fr.Numbered]) -> tuple[Sequence[fr.Numbered], bool]:
+    """Those that have room, and whether the first is an older one: the one that cost most."""
+    last = incidents[-_MAX_INCIDENTS:]
+    older = incidents[:-_MAX_INCIDENTS]
+    longest = max(older, key=_stall_s, default=None)
+    if longest is None or _stall_s(longest) <= max(map(_stall_s, last)):
+        return last, False
+    return [longest, *last[1:]], True
+
+
+def _stall_s(numbered: fr.Numbered) -> float:
+    return numbered.incident.stall_s or 0.0
 
 
 def _incident_line(numbered: fr.Numbered) -> str:

@@ -25,6 +25,8 @@ WIDTH = 960
 _SCALE = 2
 """Pixels of the picture for one of the page."""
 _NUM_COLOURS = 64
+_DOT = 5
+"""Width and height of a value that no line leads to."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
@@ -121,7 +123,7 @@ class Axes:
             self.name(y, tick_text(tick))
 
     def curve(self, x: NDArray[np.generic], y: NDArray[np.generic], colour: str) -> None:
-        """A line, parted where a value is not finite."""
+        """A line, parted where a value is not finite; a value that stands alone is a dot."""
         run: list[tuple[float, float]] = []
         for one, other in zip(x.astype(float), y.astype(float), strict=True):
             if np.isfinite(other):
@@ -134,6 +136,9 @@ class Axes:
     def _draw(self, run: list[tuple[float, float]], colour: str) -> None:
         if len(run) > 1:
             self.sheet.line(run, colour, 1.5)
+        elif run:
+            (x, y), radius = run[0], _DOT / 2
+            self.sheet.bar((x - radius, y - radius, x + radius, y + radius), colour)
 
     def name(self, y: float, text: str) -> None:
         """What stands at the left of a row."""

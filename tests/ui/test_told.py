@@ -304,6 +304,94 @@ def test_after_the_end_of_its_frames_nothing_can_be_pressed(bare, run):
     assert enabled.count() > 4
 
 
+def test_where_frames_are_refused_nothing_can_be_pressed(bare):
+    """As of one dashboard more than a cluster serves: it says why, and takes no orders."""
+    page = bare()
+    page.give_code()
+    page.page.locator(".nbdist-ranks button").first.wait_for(timeout=LIMIT_MS)
+    assert page.page.locator(".nbdist-ranks button:enabled").count() == 0
+    page.give({"type": "ended", "text": "17 views are too many"})
+    page.page.wait_for_function(f"() => {VIEW}.shown?.store.lost", timeout=LIMIT_MS)
+    assert page.page.locator(".nbdist-ranks button:enabled").count() == 0
+    status = page.page.locator(".nbdist > [role=status]").inner_text()
+    assert status == "17 views are too many"
+
+
+PROCESSES = """() => {
+  const signal = () => {
+    const slots = new Set();
+    return { connect: (act) => slots.add(act), disconnect: (act) => slots.delete(act), slots };
+  };
+  const [statusChanged, kernelChanged, iopubMessage] = [signal(), signal(), signal()];
+  const sessionContext = { statusChanged, kernelChanged, iopubMessage };
+  window.model.widget_manager = { context: { sessionContext } };
+  window.say = (msg_type, session) => {
+    for (const act of iopubMessage.slots) act(null, { header: { msg_type, session } });
+  };
+  window.closeView();
+  window.view();
+}"""
+"""Another view, in an application that passes on what its kernel says."""
+
+
+def test_a_kernel_that_somebody_else_restarts_is_lost(bare, run):
+    """Known by what the new process says; what the server says of it is not taken for its own."""
+    page = bare()
+    page.page.evaluate(PROCESSES)
+    page.show(run.frame(NOW))
+    for kind, process in (("comm_msg", "a"), ("status", "server"), ("execute_input", "a")):
+        page.page.evaluate("([kind, process]) => say(kind, process)", [kind, process])
+    assert chip(page) == "running · the group is whole"
+    page.page.evaluate("() => say('comm_msg', 'b')")
+    assert chip(page) == "the kernel was restarted"
+    assert page.page.locator(".nbdist-ranks button:enabled").count() == 0
+    status = page.page.locator(".nbdist > [role=status]").inner_text()
+    assert status == "the kernel was restarted; these are the last values"
+
+
+def told_rows(num_steps):
+    """A run of which nothing but its committed steps is known."""
+    rows = np.zeros(num_steps, ROWS)
+    rows["step"], rows["at"] = np.arange(num_steps), np.arange(num_steps)
+    rows["loss"], rows["seconds"], rows["samples"] = 2.5, 0.5, 8
+    rows["generation"], rows["world_size"] = 1, 2
+    return story_frame(RunStory(title="a run", rows=rows), name="trainer", state="stopped")
+
+
+def test_a_run_of_one_step_is_drawn(bare):
+    """A line of one point would be nothing."""
+    page = bare()
+    page.show(told_rows(1))
+    assert drawn_in(page, "loss", "loss_dots") == {"x": [0], "y": [2.5]}
+    assert drawn_in(page, "throughput", "rate_dots") == {"x": [0], "y": [16]}
+
+
+def test_a_run_that_is_over_without_a_step_says_so(bare):
+    """It is in the past tense: none will come."""
+    page = bare()
+    page.show(told_rows(0))
+    for panel in ("loss", "throughput"):
+        words = page.page.locator(f".nbdist-{panel}.nbdist-panel .nbdist-empty").inner_text()
+        assert words == "No step was committed."
+    assert card(page, "loss")[1] == "no step was committed"
+
+
+def test_a_table_of_some_steps_says_of_how_many(bare):
+    """Where it has a row for each, there is nothing to say."""
+    page = bare()
+    page.show(told_rows(40))
+    table = page.page.locator(".nbdist-loss.nbdist-panel .nbdist-table")
+    page.page.locator(".nbdist-loss.nbdist-panel").get_by_text("Table", exact=True).click()
+    assert table.locator("caption").count() == 0
+    page.give_frame(told_rows(200))
+    page.drawn()
+    page.page.evaluate(
+        f"() => {{ {VIEW}.shown.panels.find((p) => p.name === 'loss').fillTwin(true); }}"
+    )
+    table.locator("caption").wait_for(timeout=LIMIT_MS)
+    assert table.locator("caption").inner_text() == "51 of 200 steps"
+
+
 def test_the_picture_of_a_lost_run_tells_when_it_was_lost(bare, run):
     """In the past tense: nobody knows what became of it."""
     page = bare()

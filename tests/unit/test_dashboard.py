@@ -86,7 +86,7 @@ def made(monkeypatch):
 
     def make(*, viewer=True, **options):
         monkeypatch.setattr(db, "has_viewer", lambda: viewer)
-        monkeypatch.setattr(db, "picture", lambda frame: b"a picture of " + frame)
+        monkeypatch.setattr(db, "picture", lambda frame, _: b"a picture of " + frame)
         feed = HandFeed(options.pop("snapshot", None))
         dashboard = db.Dashboard(feed, **options)
         sent = []
@@ -566,6 +566,65 @@ def test_a_picture_says_how_many_incidents_it_does_not_list(monkeypatch):
     picture(fr.pack(structs.replace(header, incidents=many), tables))
     assert "the last 5 of 9 incidents:" in texts
     assert any("9 incidents, longest stall" in text for text in texts)
+
+
+def test_a_picture_lists_the_incident_that_cost_most(monkeypatch):
+    """Though it is not among the last ones; the headline speaks of it."""
+    header, tables = fr.unpack(SyntheticRun(length_s=40.0).frame(39.0))
+    cheap = structs.replace(header.incidents[0].incident, stall_s=0.1)
+    dear = structs.replace(cheap, stall_s=77.0)
+    many = tuple(
+        fr.Numbered(number=number, incident=dear if number == 2 else cheap)
+        for number in range(1, 10)
+    )
+    texts = []
+    monkeypatch.setattr(Sheet, "text", lambda *args, **_: texts.append(args[3]))
+    picture(fr.pack(structs.replace(header, incidents=many), tables))
+    (place,) = [i for i, text in enumerate(texts) if text.startswith("the last 4 of 9 incidents")]
+    assert texts[place].endswith("and before them the one of the longest stall:")
+    listed = texts[place + 1 : place + 6]
+    assert [text.split()[0] for text in listed] == ["2", "6", "7", "8", "9"]
+    assert "stall 77,000 ms" in listed[0]
+
+
+@pytest.mark.parametrize(
+    ("views", "num_panels", "title"),
+    [
+        ((), 4, "When is each bucket summed? Step"),
+        (("loss",), 1, "Is it learning"),
+        (("ranks", "memory", "membership", "throughput"), 2, "Who was in the job"),
+        (("memory",), 4, "Is it learning"),
+        (("pipeline",), 1, "Where is the bubble?"),
+        (db.VIEWS, 4, "When is each bucket summed? Step"),
+    ],
+)
+def test_a_picture_shows_the_views_that_were_chosen(monkeypatch, views, num_panels, title):
+    """As far as there are pictures of them; where there are none, it shows all."""
+    frame, texts, boxes = SyntheticRun(length_s=40.0).frame(39.0), [], []
+    monkeypatch.setattr(Sheet, "text", lambda *args, **_: texts.append(args[3]))
+    monkeypatch.setattr(Sheet, "frame", lambda _, box: boxes.append(box))
+    picture(frame, views)
+    assert len(boxes) == num_panels
+    assert all(0 < left < right < WIDTH for left, _, right, _ in boxes)
+    assert any(text.startswith(title) for text in texts)
+
+
+def test_a_picture_of_a_dashboard_shows_its_views(made, monkeypatch):
+    """Those that it was opened with."""
+    dashboard, _, _ = made(snapshot=b"a run", views=("loss", "membership"))
+    asked = []
+    monkeypatch.setattr(db, "picture", lambda _, views: asked.append(views) or b"")
+    assert dashboard._picture()
+    assert asked == [("loss", "membership")]
+
+
+def test_a_picture_of_one_step_has_a_dot(monkeypatch):
+    """A line of one point would be nothing."""
+    bars = []
+    monkeypatch.setattr(Sheet, "bar", lambda _, box, colour: bars.append((box, colour)))
+    picture(story_frame(story(1)), ["loss"])
+    (((left, top, right, bottom), colour),) = bars
+    assert (right - left, bottom - top, colour) == (5, 5, palette.SLOT_COLOURS[0])
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 6])

@@ -81,7 +81,7 @@ def opened(monkeypatch):
         return dashboards, made[-1]
 
     made = []
-    monkeypatch.setattr(db, "picture", lambda frame: frame)
+    monkeypatch.setattr(db, "picture", lambda frame, _: frame)
     monkeypatch.setattr(db, "_show", lambda *_, **__: None)
     yield make
     for dashboard in made:

@@ -293,6 +293,24 @@ def test_a_pause_is_taken_at_a_boundary():
     assert set(table.told(rn.GoOn)) == {0, 1}
 
 
+@pytest.mark.parametrize(("took_s", "counted_s"), [(61.0, 1.5), (0.25, 0.25)])
+def test_a_pause_is_no_time_of_a_step(took_s, counted_s):
+    """It is left out of the step after it; who came to the group after it has not measured it."""
+    table = Table.paused(step=2)
+    table.run.note_pause(10.0)
+    table.run.note_pause(40.0)  # something else happens meanwhile
+    table.steer("resume")
+    table.run.note_pause(69.5)
+    table.run.note_pause(70.0)
+    rows = np.zeros(4, ROWS)
+    rows["step"], rows["generation"], rows["samples"] = np.arange(4), 1, 8
+    rows["seconds"] = [1.0, 1.0, took_s, 1.0]
+    event = rn.StepsCommitted(slot=0, run="r", rows=rows.tobytes())
+    table.runs.committed(event)
+    assert table.run.progress.rows["seconds"].tolist() == [1.0, 1.0, counted_s, 1.0]
+    assert table.run.progress.seconds == 3.0 + counted_s
+
+
 def test_some_steps_and_then_a_pause():
     """From a pause only, and never beyond the target."""
     table = Table.paused(step=2)

@@ -76,7 +76,7 @@ def test_the_step_of_a_run_is_that_of_its_members():
 @pytest.mark.parametrize(
     ("told", "shown"),
     [
-        ("waits in native wait, {}/train/loop.py line 106: torch.autograd.backward(", "trains"),
+        ("waits in native code, {}/train/loop.py line 106: torch.autograd.backward(", "trains"),
         ("waits in all_reduce, {}/train/vote.py line 6: f(x)", "trains, in all_reduce"),
         (
             "waits in barrier, {}/data/text.py line 2",

@@ -49,7 +49,7 @@ def die(machine, slot):
     machine.exited(event, NOW)
 
 
-def beat(machine, slot, *, cell=None, waiting=None):
+def beat(machine, slot, *, cell=None, waiting=None, step=None):
     event = ev.Beat(
         slot=slot,
         pid=100 + slot,
@@ -57,6 +57,7 @@ def beat(machine, slot, *, cell=None, waiting=None):
         generation=1,
         cell=cell,
         waiting=waiting,
+        step=step,
         rss_bytes=5_000,
     )
     machine.beat(event, NOW)
@@ -88,6 +89,25 @@ def test_what_changes_all_the_time_is_told_only_if_asked_for(machine):
     assert first.activity == "waits in all_reduce, cell line 2: f()"
     assert second.activity == "runs a cell"
     assert (first.rss_bytes, second.rss_bytes) == (5_000, 5_000)
+
+
+@pytest.mark.parametrize(
+    ("operation", "line", "step", "told"),
+    [
+        (ev.NATIVE_CODE, ev.OWN_STEP, 4, "trains"),
+        (ev.NATIVE_CODE, "cell line 3: step.backward(loss)", 4, "trains"),
+        ("all_reduce", ev.OWN_STEP, 4, "trains, in all_reduce"),
+        ("barrier", "cell line 2: f()", 4, "trains, in barrier, cell line 2: f()"),
+        (None, "", 4, "trains"),
+        (ev.NATIVE_CODE, ev.OWN_STEP, None, "trains"),
+        (ev.NATIVE_CODE, "cell line 2: f()", None, "waits in native code, cell line 2: f()"),
+    ],
+)
+def test_the_waits_within_each_step_are_not_told_as_news(machine, operation, line, step, told):
+    """A rank that trains trains, whether it waits for others just now or not."""
+    waiting = ev.Where(operation=operation, line=line, since_s=NOW) if operation else None
+    beat(machine, 0, cell="c1", waiting=waiting, step=step)
+    assert view_of(machine, with_beats=True).seats[0].activity == told
 
 
 def test_an_idle_engine_has_no_activity(machine):

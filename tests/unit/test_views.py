@@ -16,6 +16,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from bokeh.models import Scatter
 from distant import DriftingRun
 from msgspec import structs
 from piped import PipedRun
@@ -110,6 +111,27 @@ def test_the_pace_of_a_run_is_one_number():
     run = fr.unpack(story_frame(story))[0].run
     assert (run.samples, run.seconds) == (480, pytest.approx(6.6))
     assert f"{facts.pace(run.samples, run.seconds):.0f}" == facts.headlines(story)[2].value
+
+
+def test_a_value_without_neighbours_is_drawn():
+    """Of a run of one step, or between two that are no numbers, there is no line."""
+    one = make_story(1, incidents=[])
+    assert "<circle" in Chart(one, "loss").svg
+    assert "<circle" not in Chart(make_story(), "loss").svg
+    drawn = figure(one, "throughput").renderers
+    (dots,) = [part for part in drawn if isinstance(part.glyph, Scatter)]
+    assert list(dots.data_source.data["y"]) == [80.0]
+    gaps = np.array([np.nan, 1.0, np.nan, 2.0, 3.0, np.inf, 4.0])
+    assert facts.lonely(gaps).tolist() == [1, 6]
+
+
+def test_of_which_steps_compute_times_are_known_is_said():
+    """Where the beginning of a long run is missing; a step or two that were not sent are not."""
+    series = {0: {"compute_s": (np.arange(3.0), np.full(3, 0.1))}}
+    for first, note in ((0, ""), (4, ""), (20, "from step 20 on")):
+        steps = {"step": np.arange(first, 30.0)}
+        told = make_story(series=series, tables={"steps": steps})
+        assert facts.series_table(told, "compute_s", 1e3, "ms").note == note
 
 
 def test_an_engine_that_hung_is_marked_until_it_was_ended():

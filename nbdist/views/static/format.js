@@ -27,6 +27,24 @@ export function runPace(run) {
   return run && run.seconds > 0 ? run.samples / run.seconds : NaN;
 }
 
+/**
+ * Places of numbers without one beside them, which a line would not show; by the rule of `facts.lonely`.
+ * @param {ArrayLike<number>} values @returns {number[]}
+ */
+export function lonely(values) {
+  /** @type {number[]} */ const places = [];
+  for (let i = 0; i < values.length; i++) {
+    if (Number.isFinite(values[i]) && !Number.isFinite(values[i - 1]) && !Number.isFinite(values[i + 1])) places.push(i);
+  }
+  return places;
+}
+
+/** Those, as a chart draws them. @param {ArrayLike<number>} x @param {ArrayLike<number>} y */
+export function dots(x, y) {
+  const places = lonely(y);
+  return { x: places.map((i) => x[i]), y: places.map((i) => y[i]) };
+}
+
 /** A duration in ms. @param {number | null | undefined} seconds @returns {string} */
 export function ms(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;

@@ -1,6 +1,6 @@
 // Loss over steps, samples or seconds.
 
-import { counted, element, lossText, NONE, number } from "./format.js";
+import { counted, dots, element, lossText, NONE, number } from "./format.js";
 import { Panel } from "./panel.js";
 import { Table } from "./store.js";
 
@@ -92,7 +92,8 @@ export class Loss extends Panel {
     const { rows } = store;
     if (!rows.length) {
       const none = store.run ? "No step is committed yet." : "No run has begun: %dist_train begins one.";
-      this.explain(`${none} The loss comes with the first committed step.`);
+      const isOver = store.run && store.isOver;
+      this.explain(isOver ? "No step was committed." : `${none} The loss comes with the first committed step.`);
       return;
     }
     this.explain("");
@@ -112,6 +113,7 @@ export class Loss extends Panel {
     chart.figure.below[0].axis_label = this.over.value === "steps" ? "step" : this.over.value;
     const shown = { x, loss: losses, step: rows.get("step") };
     chart.set("loss", { ...shown, generation: rows.get("generation"), ranks: rows.get("world_size") });
+    chart.set("loss_dots", dots(x, losses));
     if (this.reference) {
       const { rows: other } = this.reference;
       chart.set("reference", { x: this.x(other), value: other.get("loss") });
@@ -135,6 +137,7 @@ export class Loss extends Panel {
       number(rows.get("world_size")[i]),
       number(rows.get("generation")[i]),
     ]);
-    return { header, rows: texts.reverse() };
+    const num = numSteps(rows);
+    return { header, rows: texts.reverse(), note: texts.length < num ? `${number(texts.length)} of ${counted(num, "step")}` : "" };
   }
 }

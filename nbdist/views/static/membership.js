@@ -51,7 +51,7 @@ export class Membership extends Panel {
       item.classList.toggle("nbdist-hatched", hatch === "/");
     }
     this.charts[1].place.before(this.keys);
-    this.tools.append("Bars in colour: member of the group. Grey: empty, starting or leaving. Dark: silent. Numbers: generations.");
+    this.tools.append("Bars in colour: member of the group. Grey: in no group. Dark: silent. Numbers: generations.");
     this.list = element("table", "nbdist-table nbdist-incidents");
     const place = element("div", "nbdist-scroller");
     place.append(this.list);

@@ -83,7 +83,7 @@ export class Overview {
     this.chip.dataset.state = lost ? "lost" : stall_s || silent.length ? "stalled" : world.phase === "running" ? state : world.phase;
     this.chip.textContent = words.filter(Boolean).join(" · ");
     const losses = rows.get("loss");
-    const first = losses.length ? `from ${lossText(losses[0])}` : "no step is committed yet";
+    const first = losses.length ? `from ${lossText(losses[0])}` : store.isOver ? "no step was committed" : "no step is committed yet";
     const [steps, ...of] = run ? stepsText(run).split(" ") : [NONE, "no run"];
     this.set("step", steps, of.join(" "));
     this.set("loss", lossText(losses[losses.length - 1]), first);

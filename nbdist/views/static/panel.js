@@ -4,10 +4,10 @@ import { Chart } from "./charts.js";
 import { element } from "./format.js";
 
 /** @typedef {import("./store.js").Store} Store */
-/** @typedef {{header: string[], rows: (string | Node)[][]}} Twin */
+/** @typedef {{header: string[], rows: (string | Node)[][], note?: string}} Twin */
 
 /** @param {HTMLTableElement} table @param {Twin} twin */
-export function fillTable(table, { header, rows }) {
+export function fillTable(table, { header, rows, note }) {
   const head = element("thead");
   const line = head.appendChild(element("tr"));
   for (const name of header) {
@@ -19,7 +19,7 @@ export function fillTable(table, { header, rows }) {
     const made = body.appendChild(element("tr"));
     for (const cell of row) made.appendChild(element("td")).append(cell);
   }
-  table.replaceChildren(head, body);
+  table.replaceChildren(...(note ? [element("caption", "", note)] : []), head, body);
 }
 
 export class Panel {

@@ -95,6 +95,7 @@ export class Ranks {
       const button = bar.appendChild(element("button", "nbdist-button", label));
       button.type = "button";
       button.title = title;
+      button.disabled = true; // until it is known that somebody takes orders
       button.addEventListener("click", () => this.orders.give(action, {}, label, button));
       this.controls.set(action, button);
     }

@@ -1,6 +1,6 @@
 // Throughput, and who holds the others up.
 
-import { median, ms, NONE, number, percent } from "./format.js";
+import { counted, dots, lonely, median, ms, NONE, number, percent } from "./format.js";
 import { marks } from "./loss.js";
 import { Panel } from "./panel.js";
 
@@ -10,6 +10,8 @@ const WINDOW_S = 4;
 const MIN_STEPS = 5;
 const MAX_STEPS = 50;
 const SLOW_SHARE = 0.05;
+/** So much of a run must be missing at its beginning to be told. */
+const MISSING_SHARE = 0.02;
 /** A part of the delay as large as this tells whose it is; the rest may be the others' medians. */
 const EXPLAINED = 4;
 const MAX_LINES = 16;
@@ -115,6 +117,16 @@ export function verdict(store) {
   };
 }
 
+/** Of which steps compute times are known, where not of all. @param {Store} store */
+function known({ rows, steps }) {
+  if (!rows.length || !steps.length) return "";
+  const [begin, end] = [rows.get("step")[0], rows.get("step")[rows.length - 1]];
+  const first = steps.get("step").reduce((a, b) => Math.min(a, b), Infinity);
+  // Of a long run only some steps are sent: the first need not be among them.
+  const isLate = first - begin > Math.max(MIN_STEPS, (end - begin) * MISSING_SHARE);
+  return isLate ? `Compute times are known from step ${number(first)} on.` : "";
+}
+
 export class Throughput extends Panel {
   /** @param {HTMLElement} parent @param {import("./types").Code} code @param {import("./charts.js").Look} look */
   constructor(parent, code, look) {
@@ -133,7 +145,8 @@ export class Throughput extends Panel {
   update(store) {
     this.store = store;
     if (!store.rows.length && !store.steps.length) {
-      this.explain("No step is committed yet. Throughput comes with the first steps of a run.");
+      const isOver = store.run && store.isOver;
+      this.explain(isOver ? "No step was committed." : "No step is committed yet. Throughput comes with the first steps of a run.");
       return;
     }
     this.explain("");
@@ -142,7 +155,7 @@ export class Throughput extends Panel {
     const isMany = curves.length > MAX_LINES;
     const how = isMany ? "A strip for each slot below: the lighter, the longer it computes." : "";
     const stands = store.isPaused ? `The run is paused after step ${number((store.run?.step ?? 0) - 1)}; until then: ` : "";
-    this.say(`${stands}${sentence} In synchronous training all ranks share one pace; compute time tells them apart. ${how}`.trim());
+    this.say(`${stands}${sentence} In synchronous training all ranks share one pace; compute time tells them apart. ${how} ${known(store)}`.trim());
     this.fillTwin();
     if (!this.isReady) return;
     const [rate, compute] = this.charts;
@@ -150,9 +163,11 @@ export class Throughput extends Panel {
     const rates = rows.get("samples").map((n, i) => n / rows.get("seconds")[i]);
     const x = rows.get("step");
     rate.set("rate", { x, rate: rates, step: x, generation: rows.get("generation"), ranks: rows.get("world_size") });
+    rate.set("rate_dots", dots(x, rates));
     rate.set("marks", marks(store, this.look, rates, x));
     compute.figure.left[0].axis_label = isMany ? "slot" : "compute, ms";
     compute.set("compute", isMany ? EMPTY : this.lines(curves));
+    compute.set("compute_dots", isMany ? NO_DOTS : this.dots(curves));
     compute.set("heat", isMany ? this.heat(curves) : NO_HEAT);
   }
 
@@ -192,6 +207,12 @@ export class Throughput extends Panel {
     };
   }
 
+  /** Of steps that stand alone. @param {ReturnType<Throughput["curves"]>} curves */
+  dots(curves) {
+    const found = curves.flatMap(({ slot, x, y }) => lonely(y).map((i) => ({ x: x[i], y: y[i], colour: this.look.colour(slot) })));
+    return { x: found.map(({ x }) => x), y: found.map(({ y }) => y), colour: found.map(({ colour }) => colour) };
+  }
+
   /** Too many for lines: a strip for each. @param {ReturnType<Throughput["curves"]>} curves */
   heat(curves) {
     /** @type {Record<keyof NO_HEAT, (number | string)[]>} */
@@ -224,9 +245,11 @@ export class Throughput extends Panel {
       const of = percent(lag / median(t.steps));
       return [`${slot}`, number(median(t.rates)), ms(median(t.compute)), ms(median(t.data)), percent(median(t.waits)), ms(lag), of];
     });
-    return { header, rows: rows.slice(0, MAX_TABLE_ROWS) };
+    const note = rows.length > MAX_TABLE_ROWS ? `${MAX_TABLE_ROWS} of ${counted(rows.length, "slot")}` : "";
+    return { header, rows: rows.slice(0, MAX_TABLE_ROWS), note };
   }
 }
 
+const NO_DOTS = { x: [], y: [], colour: [] };
 const EMPTY = { xs: [], ys: [], colour: [], dash: [], slot: [] };
 const NO_HEAT = { left: [], right: [], bottom: [], top: [], colour: [], slot: [], ms: [] };

@@ -32,6 +32,15 @@ const ANSWER_LIMIT_MS = 300;
 /** For the code, and for a picture of all charts; then what was seen has to do. */
 const FREEZE_LIMIT_MS = 4000;
 
+/**
+ * Which process of a kernel a message is of; "" where it does not say: what the server itself says in a kernel's name
+ * has a name of its own.
+ * @param {any} message
+ */
+function processOf({ header }) {
+  return ["comm_msg", "execute_input"].includes(header?.msg_type) ? header.session : "";
+}
+
 /** @param {number} limit_ms @returns {Promise<null>} */
 const after = (limit_ms) => new Promise((done) => setTimeout(() => done(null), limit_ms));
 
@@ -390,7 +399,8 @@ class View {
   }
 
   get isOver() {
-    return this.shown?.isOver ?? this.waiting.some((frame) => !frame.header.is_live);
+    const { shown, waiting } = this;
+    return shown?.store.header ? shown.isOver : waiting.some((frame) => !frame.header.is_live);
   }
 
   /** Why nothing new will come. */
@@ -443,11 +453,20 @@ class View {
       if (change.newValue?.id === change.oldValue?.id) return;
       lose(change.newValue ? "the notebook has another kernel now" : "the kernel was shut down");
     };
+    let process = "";
+    // Where somebody else restarts it, this page is told nothing, but by what the new one says.
+    const onSaid = (/** @type {unknown} */ _, /** @type {any} */ message) => {
+      const its = processOf(message);
+      if (its && process && its !== process) lose("the kernel was restarted");
+      process = its || process;
+    };
     session.statusChanged.connect(onStatus);
     session.kernelChanged.connect(onKernel);
+    session.iopubMessage?.connect(onSaid);
     signal.addEventListener("abort", () => {
       session.statusChanged.disconnect(onStatus);
       session.kernelChanged.disconnect(onKernel);
+      session.iopubMessage?.disconnect(onSaid);
     });
   }
 
