@@ -41,6 +41,7 @@ from nbdist.frontend.display import (
 )
 from nbdist.frontend.run_magics import RunMagics
 from nbdist.frontend.targets import name_ranks, parse_targets
+from nbdist.frontend.variables import VariableMagics
 from nbdist.session import start as session
 from nbdist.session.status import crowding
 
@@ -60,7 +61,7 @@ _NOT_PUSHED = {"ranks", "self"}
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics, and the reading of `%%rank[...]`, in a shell; twice is once."""
-    shell.register_magics(DistMagics, RunMagics)
+    shell.register_magics(*_CLASSES)
     if rewrite_rank_cell not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(rewrite_rank_cell)
     tracebacks.install(shell)
@@ -71,7 +72,7 @@ def unload(shell: InteractiveShell) -> None:
     tracebacks.uninstall(shell)
     if rewrite_rank_cell in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(rewrite_rank_cell)
-    for magics in (DistMagics, RunMagics):
+    for magics in _CLASSES:
         for kind, names in magics.magics.items():
             for name in names:
                 shell.magics_manager.magics[kind].pop(name, None)
@@ -376,6 +377,9 @@ class DistMagics(Magics):
             python = self.shell.transform_cell(cell)  # type: ignore[no-untyped-call]
             flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
             compile(python, "<distributed cell>", "exec", flags=flags, dont_inherit=True)
+
+
+_CLASSES = (DistMagics, RunMagics, VariableMagics)
 
 
 def _ranks(text: str | None, cluster: session.Cluster) -> tuple[int, ...] | None:

@@ -212,6 +212,38 @@ def test_save_and_load(cell, tmp_path):
         cell(f"%dist_load {tmp_path}/runs")
 
 
+def rows_of_variables(text):
+    """Name -> the row that `%dist_vars` shows of it."""
+    return {line.split()[0]: line for line in text.splitlines()[1:]}
+
+
+def test_variables(four, cell, until):
+    """`%dist_vars` compares what ranks hold, also between the steps of a run, and changes
+    nothing."""
+    cell(
+        "%%distributed\nimport threading\nsame = torch.ones(3)\nother = torch.ones(3) * rank\n"
+        "lock = {'a': threading.Lock()}\n_private = 1"
+    )
+    names = "sorted(name for name in globals() if name[0] != '_')"
+    before = four.run(names, once=True).values
+    rows = rows_of_variables(cell("%dist_vars same other lock"))
+    assert rows["same"].split() == ["same", "Tensor", "(3,)", "float32", "cpu", "yes"]
+    far = "rank 3 by up to 3, rank 2 by up to 2, rank 1 by up to 1 unlike rank 0"
+    assert rows["other"].endswith(far)
+    assert "at fault: lock['a'] (a lock)" in rows["lock"]
+    with pytest.raises(ValueError, match="no rank has a variable rank"):
+        cell("%dist_vars rank")
+    assert four.run(names, once=True).values == before
+    cell(SMALL)
+    run = four.train("trainer", steps=10**6)
+    until(lambda: run.num_committed > 1, 60, lambda: f"steps: {run}")
+    rows = rows_of_variables(cell("%dist_vars"))
+    run.stop()
+    assert {"same", "other", "lock", "trainer"} <= {*rows}
+    assert not {"_private", "rank", "dist"} & {*rows}
+    assert " yes " in rows["trainer"]
+
+
 def test_unload(four, ipython, cell):
     """Taking the magics away leaves the cluster running, and loading them again finds it."""
     ipython.run_line_magic("unload_ext", "nbdist")

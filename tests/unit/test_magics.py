@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,18 +19,21 @@ from traitlets.config import Config
 
 import nbdist
 from nbdist import errors
-from nbdist.frontend import magics, run_magics
+from nbdist.frontend import magics, run_magics, variables
 from nbdist.frontend.arguments import without_comment
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import ROWS
+from nbdist.protocol.variables import Described
 from nbdist.session.outputs import CellResult, Progress, RankOutput
 from nbdist.session.run import Detached, Run
 from nbdist.session.saving import Checkpoint
+from nbdist.session.variables import compare
 
 LINE_MAGICS = {
     "dist_dashboard", "dist_init", "dist_kill", "dist_pause", "dist_pull", "dist_push",
     "dist_load", "dist_reset", "dist_resume", "dist_save", "dist_scale", "dist_set",
-    "dist_shutdown", "dist_slow", "dist_status", "dist_step", "dist_stop", "dist_train", "sync",
+    "dist_shutdown", "dist_slow", "dist_status", "dist_step", "dist_stop", "dist_train",
+    "dist_vars", "sync",
 }  # fmt: skip
 START_DEFAULTS = {
     "devices": None, "backend": "auto", "launcher": "local", "hosts": [], "policy": "refill",
@@ -56,6 +60,7 @@ class FakeCluster:
         self.error = None
         self.trouble = ""
         self.runs = []
+        self.found = []
         self.dashboards = SimpleNamespace(open=self.open_dashboard)
         self.state = "running"
 
@@ -116,6 +121,10 @@ class FakeCluster:
     def pull(self, name, *, ranks=None):
         self.calls.append(("pull", name, ranks))
         return {rank: rank * 10 for rank in ranks or range(self.world_size)}
+
+    def variables(self, *names):
+        self.calls.append(("variables", *names))
+        return self.found
 
     def check_alive(self):
         if self.state == "failed":
@@ -188,7 +197,7 @@ def session(monkeypatch):
             raise errors.NotStarted("no cluster runs; start one with %dist_init")
         return fake.cluster
 
-    for module in (magics, run_magics):
+    for module in (magics, run_magics, variables):
         monkeypatch.setattr(module, "session", SimpleNamespace(start=start, current=current))
     return fake
 
@@ -251,7 +260,7 @@ def test_unloading_leaves_nothing_behind(bare_shell):
 @pytest.mark.parametrize("name", sorted([*LINE_MAGICS, "distributed", "rank"]))
 def test_every_magic_has_its_docstring_as_help(name):
     """The help says what the magic does, in a sentence, and has a word on every argument."""
-    method = getattr(magics.DistMagics, name, None) or getattr(run_magics.RunMagics, name)
+    method = next(getattr(cls, name) for cls in magics._CLASSES if hasattr(cls, name))
     usage, _, rest = method.__doc__.strip().removeprefix("::").strip().partition("\n\n")
     assert usage.startswith(f"%{name}")
     assert "." in rest.split("\n\n")[0]
@@ -365,7 +374,7 @@ def test_reset_is_fine_without_a_cluster_or_with_a_broken_one(shell, session, ca
     "cell",
     ["%sync", "%dist_status", "%dist_shutdown", "%dist_kill 0", "%dist_slow 0 2", "%dist_scale 2",
      "%dist_pull q", "%dist_push one", "%%distributed\n1", "%%rank[0]\n1", "%dist_train t",
-     "%dist_step", "%dist_pause", "%dist_resume", "%dist_stop", "%dist_set lr=1"],
+     "%dist_step", "%dist_pause", "%dist_resume", "%dist_stop", "%dist_set lr=1", "%dist_vars"],
 )  # fmt: skip
 def test_without_a_cluster_the_error_names_the_magic_that_starts_one(shell, cell):
     """Everything but %dist_init and %dist_reset needs a cluster."""
@@ -591,6 +600,60 @@ def test_sync_is_a_barrier(shell, cluster, capsys):
     run(shell, "%sync")
     assert cluster.calls == [("sync",)]
     assert capsys.readouterr().out == "Barrier passed by ranks 0-3.\n"
+
+
+# ---- variables
+
+
+def test_variables_are_a_table_of_the_page_and_text_elsewhere(shell, cluster, published):
+    """One display with both; what the user has named is escaped, and the rest is counted."""
+    one = Described(type="int", text="'<b>'", digest="d")
+    cluster.found = compare({rank: {f"x{n:03}": one for n in range(202)} for rank in range(2)})
+    run(shell, "%dist_vars")
+    ((data, _),) = [(shown["data"], shown["metadata"]) for shown in published]
+    lines = data["text/plain"].splitlines()
+    assert lines[0].split() == ["name", "type", "shape", "dtype", "device", "equal"]
+    assert lines[1].split() == ["x000", "int", "yes", "'<b>'"]
+    assert lines[-1] == "2 more; cluster.variables() has them."
+    assert len(lines) == 202
+    assert data["text/html"].count("<tr>") == 201
+    assert "&lt;b&gt;" in data["text/html"]
+    assert "<b>" not in data["text/html"]
+
+
+def test_variables_may_be_named(shell, cluster, capsys):
+    """The names go to the cluster; where there is nothing, a sentence says so."""
+    run(shell, "%dist_vars a b")
+    run(shell, "%dist_vars")
+    assert cluster.calls == [("variables", "a", "b"), ("variables",)]
+    assert capsys.readouterr().out == "The engines have no variables of yours.\n" * 2
+
+
+def test_what_differs_is_said_in_a_few_words(shell, cluster, published):
+    """Values, forms, ranks that lack it, how far, why not compared, what bars sending."""
+    tensor = Described(type="Tensor", shape="(2,)", dtype="float32", device="cpu", digest="a")
+    other = replace(tensor, digest="b")
+    lock = Described(type="lock", not_compared="no", not_sent="no")
+    half = Described(type="C", digest="c", not_sent="h.x cannot be sent")
+    told = {
+        0: {"a": tensor, "b": Described(type="int", text="1", digest="1"), "c": lock},
+        1: {"a": other, "b": Described(type="int", text="2", digest="2"), "c": lock, "d": tensor},
+        2: {"a": tensor, "b": Described(type="int", text="1", digest="1"), "c": lock, "h": half},
+    }
+    told[0]["h"] = told[1]["h"] = half
+    told[2]["d"] = replace(tensor, shape="(3,)")
+    cluster.found = compare(told)
+    cluster.found[0] = replace(cluster.found[0], distance={1: 0.25})
+    run(shell, "%dist_vars")
+    rows = published[0]["data"]["text/plain"].splitlines()[1:]
+    assert [re.split(r"  +", row) for row in rows] == [
+        ["a", "Tensor", "(2,)", "float32", "cpu", "no", "rank 1 by up to 0.25 unlike rank 0"],
+        ["b", "int", "no", "1 on ranks 0,2; 2 on rank 1"],
+        ["c", "lock", "–", "not compared: no"],
+        ["d", "Tensor", "(2,) on rank 1; (3,) on rank 2", "float32", "cpu", "no",
+         "missing on rank 0; rank 2 unlike rank 1"],
+        ["h", "C", "yes", "h.x cannot be sent"],
+    ]  # fmt: skip
 
 
 # ---- training runs
