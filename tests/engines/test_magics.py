@@ -212,6 +212,19 @@ def test_save_and_load(cell, tmp_path):
         cell(f"%dist_load {tmp_path}/runs")
 
 
+@pytest.mark.usefixtures("four")
+def test_mode(cell):
+    """In `%dist_mode` plain cells run on the engines, and magics where they did."""
+    cell("%dist_mode -e")
+    try:
+        assert cell("of_mode = rank // 2\nof_mode") == "[ranks 0-1]\n0\n[ranks 2-3]\n1\n"
+        assert cell("%%rank[3]\nof_mode") == "[rank 3]\n1\n"
+    finally:
+        cell("%dist_mode -d")
+    with pytest.raises(NameError):
+        cell("of_mode")
+
+
 def rows_of_variables(text):
     """Name -> the row that `%dist_vars` shows of it."""
     return {line.split()[0]: line for line in text.splitlines()[1:]}

@@ -19,7 +19,7 @@ from traitlets.config import Config
 
 import nbdist
 from nbdist import errors
-from nbdist.frontend import magics, run_magics, variables
+from nbdist.frontend import magics, rewriting, run_magics, variables
 from nbdist.frontend.arguments import without_comment
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import ROWS
@@ -30,7 +30,7 @@ from nbdist.session.saving import Checkpoint
 from nbdist.session.variables import compare
 
 LINE_MAGICS = {
-    "dist_dashboard", "dist_init", "dist_kill", "dist_pause", "dist_pull", "dist_push",
+    "dist_dashboard", "dist_init", "dist_kill", "dist_mode", "dist_pause", "dist_pull", "dist_push",
     "dist_load", "dist_reset", "dist_resume", "dist_save", "dist_scale", "dist_set",
     "dist_shutdown", "dist_slow", "dist_status", "dist_step", "dist_stop", "dist_train",
     "dist_vars", "sync",
@@ -409,7 +409,7 @@ def test_both_cell_magics_hand_over_ranks_and_options(shell, cluster, first, ran
 def test_other_cells_are_left_alone(shell):
     """Only a first line that begins with %%rank[ is rewritten."""
     for lines in ([], ["x = '%%rank[0]'\n"], ["x\n", "%%rank[0]\n"], ["%%ranks[0]\n"]):
-        assert magics.rewrite_rank_cell(lines) == lines
+        assert rewriting.rewrite_rank_cell(lines) == lines
     run(shell, "kept = '''\n%%rank[0]\n'''")
     assert shell.user_ns["kept"] == "\n%%rank[0]\n"
 
@@ -467,6 +467,81 @@ def test_what_ipython_understands_is_sent(shell, cluster, body, recwarn):
     run(shell, f"%%distributed\n{body}")
     assert cluster.calls[0][1] == f"{body}\n"
     assert not recwarn.list
+
+
+# ---- plain cells as distributed ones
+
+
+@pytest.mark.parametrize(
+    "cell", ["x = 1\n", "# why\n\nx\n", "!ls\n", "f?\n", "await x\n", "x = 5\n%time x\n", "  x\n"]
+)
+def test_in_the_mode_a_plain_cell_runs_on_all_ranks(shell, cluster, cell):
+    """As it was written; without the mode nothing of it reaches the engines."""
+    run(shell, "%dist_mode -e")
+    run(shell, cell)
+    assert [call[1:3] for call in cluster.calls] == [(cell.replace("  x", "x"), None)]
+
+
+@pytest.mark.parametrize("cell", ["", "\n", "# a comment\n", "%sync", "# then\n%sync", "%time 1"])
+def test_in_the_mode_other_cells_stay_as_they_are(shell, cluster, cell):
+    """What begins with a magic, and what does nothing."""
+    run(shell, "%dist_mode -e")
+    run(shell, cell)
+    assert {call[0] for call in cluster.calls} <= {"sync"}
+
+
+def test_in_the_mode_what_a_cell_has_ipython_run_is_not_rewritten(shell, cluster):
+    """The body of another magic's cell runs here; a distributed cell is what it says it is."""
+    run(shell, "%dist_mode -e")
+    run(shell, "%%capture\nhere = 1")
+    assert (shell.user_ns["here"], cluster.calls) == (1, [])
+    run(shell, "%%rank[1]\nx")
+    run(shell, "%%distributed --once\ny")
+    assert [call[1:3] for call in cluster.calls] == [("x\n", (1,)), ("y\n", None)]
+
+
+def test_in_the_mode_a_syntax_error_is_found_before_anything_is_sent(shell, cluster):
+    """As in a cell that says %%distributed."""
+    run(shell, "%dist_mode --enable")
+    with pytest.raises(SyntaxError):
+        run(shell, "for:\n  pass")
+    assert cluster.calls == []
+
+
+@pytest.mark.parametrize("end", ["%dist_mode -d", "%dist_shutdown", "%dist_reset", "%unload_ext"])
+def test_the_mode_ends(shell, cluster, capsys, end):
+    """By its magic, with the cluster, and with the magics; then plain cells run here."""
+    run(shell, "%dist_mode")
+    run(shell, "%dist_mode -e")
+    run(shell, "%dist_mode -e")
+    if end == "%unload_ext":
+        nbdist.unload_ipython_extension(shell)
+    else:
+        run(shell, end)
+        run(shell, "%dist_mode")
+        assert capsys.readouterr().out.splitlines()[-1] == rewriting.MODE_OFF
+    run(shell, "here = 2")
+    assert shell.user_ns["here"] == 2
+    assert {call[0] for call in cluster.calls} <= {"shutdown"}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_mode_says_which_is_so(shell, capsys):
+    """Without an argument nothing changes; both at once are refused."""
+    run(shell, "%dist_mode")
+    with pytest.raises(UsageError, match="-e and -d"):
+        run(shell, "%dist_mode -e -d")
+    run(shell, "%dist_mode -e")
+    run(shell, "%dist_mode")
+    said = capsys.readouterr().out.splitlines()
+    assert said == [rewriting.MODE_OFF, rewriting.MODE_ON, rewriting.MODE_ON]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_in_the_mode_a_terminal_still_knows_what_is_complete(shell):
+    """A plain line is not taken for the beginning of a cell magic's cell."""
+    run(shell, "%dist_mode -e")
+    assert shell.check_complete("x = 1")[0] == "complete"
 
 
 # ---- values and faults
