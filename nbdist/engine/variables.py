@@ -193,8 +193,11 @@ def _size_and_parts(value: Any) -> tuple[int, list[Any]]:  # noqa: PLR0911 - one
 
 
 def _why_not_sent(name: str, value: Any) -> str:
-    """Empty where a value can be sent. Tensors always can: their bytes are not looked at."""
-    if isinstance(value, (*_PLAIN, torch.Tensor)):
+    """Empty where a value can be sent.
+
+    Tensors always can, and trainers by their state: what these hold is not looked at.
+    """
+    if isinstance(value, _PLAIN):
         return ""
     try:
         values.pack_one(name, value, _without_bytes)
@@ -204,7 +207,7 @@ def _why_not_sent(name: str, value: Any) -> str:
 
 
 def _without_bytes(value: Any) -> tuple[Any, ...] | None:
-    return (bytes, ()) if isinstance(value, torch.Tensor) else None
+    return (bytes, ()) if isinstance(value, torch.Tensor) or is_trainer(value) else None
 
 
 def _numbers(value: Any) -> NDArray[np.float64]:

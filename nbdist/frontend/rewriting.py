@@ -27,7 +27,7 @@ MODE_ON = (
     "%dist_mode -d ends it."
 )
 MODE_OFF = "Plain cells run in the notebook."
-_RANK_CELL = re.compile(r"%%rank(?:\[(?P<ranks>[^\]\n]*)\]|(?P<unclosed>\[[^\n]*))")
+_RANK_CELL = re.compile(r"%%rank[ \t]*(?:\[(?P<ranks>[^\]\n]*)\]|(?P<unclosed>\[[^\n]*))")
 
 
 def install(shell: InteractiveShell) -> None:
@@ -58,6 +58,8 @@ def is_mode_on(shell: InteractiveShell) -> bool:
 
 def rewrite_rank_cell(lines: list[str]) -> list[str]:
     """Turn `%%rank[0,2] -t 5` into `%%distributed -r "0,2" -t 5`; other cells stay as they are.
+
+    A blank before the bracket is allowed.
 
     IPython by itself finds no magic by the first spelling.
     """

@@ -283,14 +283,38 @@ NOTEBOOK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def executed():
+COMPATIBLE = [
+    "%load_ext nbdist.compat",
+    "%dist_init -n 2",
+    "import torch\nimport torch.distributed as dist\n"
+    "print(f'Rank {rank} of {world_size} on {device}, GPU {gpu_id}')",
+    "# on all ranks\nx = torch.full((2,), float(rank + 1)).to(device)\ndist.all_reduce(x)\nx",
+    "%%rank[0]\nmodel = torch.nn.Linear(2, 2)\nsum(p.numel() for p in model.parameters())",
+    "%%rank [0,1]\nrank * 10",
+    "%%distributed\nrank + 1",
+    "%sync",
+    "%dist_status",
+    "%dist_mode --disable",
+    "here = 'in the notebook'\nhere",
+    "%dist_mode --enable",
+    "world_size",
+    "%dist_shutdown",
+]
+
+
+def execute(cells):
     """Cells of a notebook after nbclient has run them, headless."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in NOTEBOOK])
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(
         notebook, timeout=60, kernel_name="python3", allow_errors=True
     ).execute()
     return notebook.cells
+
+
+@pytest.fixture(scope="module")
+def executed():
+    """The notebook's cells."""
+    return execute(NOTEBOOK)
 
 
 def text_of(cell):
@@ -338,3 +362,23 @@ def test_headless_failures(executed):
         "CellFailed",
         "EngineDied",
     }
+
+
+@pytest.mark.usefixtures("alone")
+def test_notebook_of_another_package():
+    """A notebook in the style of nbdistributed runs with its load line changed."""
+    cells = execute(COMPATIBLE)
+    assert not [cell for cell in cells if any(o.output_type == "error" for o in cell.outputs)]
+    texts = [text_of(cell) for cell in cells]
+    assert "Plain cells run on all ranks" in texts[1]
+    ranks = [f"[rank {rank}]\nRank {rank} of 2 on cpu, GPU None\n" for rank in range(2)]
+    assert texts[2] == "".join(ranks)
+    assert texts[3] == "[ranks 0-1]\ntensor([3., 3.])\n"
+    assert texts[4] == "[rank 0]\n6\n"
+    assert texts[5] == "[rank 0]\n0\n[rank 1]\n10\n"
+    assert texts[6] == "[rank 0]\n1\n[rank 1]\n2\n"
+    assert texts[7] == "Barrier passed by ranks 0-1.\n"
+    assert len(table(texts[8])) == 2
+    assert texts[10] == "'in the notebook'\n"
+    assert texts[12] == "[ranks 0-1]\n2\n"
+    assert texts[13] == "The cluster has ended.\nPlain cells run in the notebook.\n"

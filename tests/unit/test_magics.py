@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import nbdist
-from nbdist import errors
+from nbdist import compat, errors
 from nbdist.frontend import magics, rewriting, run_magics, variables
 from nbdist.frontend.arguments import without_comment
 from nbdist.protocol import runs as rn
@@ -110,7 +110,8 @@ class FakeCluster:
         for output in outputs.values():
             output.add_text("stdout", "hi\n")
             output.state = "error" if self.error else "ok"
-        watch(Progress("c", outputs, done=True, generation=1, seconds=0.1))
+        if watch is not None:
+            watch(Progress("c", outputs, done=True, generation=1, seconds=0.1))
         if self.error:
             raise self.error
         return CellResult(dict.fromkeys(outputs, "hi\n"), {key: {} for key in outputs}, 1, 0.1)
@@ -197,7 +198,7 @@ def session(monkeypatch):
             raise errors.NotStarted("no cluster runs; start one with %dist_init")
         return fake.cluster
 
-    for module in (magics, run_magics, variables):
+    for module in (magics, run_magics, variables, compat):
         monkeypatch.setattr(module, "session", SimpleNamespace(start=start, current=current))
     return fake
 
@@ -394,6 +395,7 @@ def test_without_a_cluster_the_error_names_the_magic_that_starts_one(shell, cell
         ("%%distributed -r 0,2 -t 1.5 --once", (0, 2), 1.5, True),
         ("%%distributed --ranks '1 - 2'", (1, 2), None, False),
         ("%%rank[0,2-3]", (0, 2, 3), None, False),
+        ("%%rank [1]", (1,), None, False),
         ("%%rank[ !2 ] --once -t 5", (0, 1, 3), 5.0, True),
         ("%%rank[-2:]", (2, 3), None, False),
         ("%%rank[all]", None, None, False),
@@ -542,6 +544,66 @@ def test_in_the_mode_a_terminal_still_knows_what_is_complete(shell):
     """A plain line is not taken for the beginning of a cell magic's cell."""
     run(shell, "%dist_mode -e")
     assert shell.check_complete("x = 1")[0] == "complete"
+
+
+# ---- notebooks of another package
+
+
+@pytest.fixture
+def compatible(bare_shell, shell, monkeypatch):
+    """The shell with the other package's names; on a host without a GPU."""
+    monkeypatch.setattr(compat, "count_gpus", lambda: SimpleNamespace(count=0))
+    compat.load_ipython_extension(bare_shell)
+    yield shell
+    compat.unload_ipython_extension(bare_shell)
+
+
+def test_its_start_has_its_defaults(compatible, session, capsys):
+    """Two engines, `gpu_id` on each, also on those that join later, and plain cells run there."""
+    run(compatible, "%dist_init")
+    assert session.started == [(2, START_DEFAULTS)]
+    assert session.cluster.calls == [("run", compat.BIND_NAMES, None, None, False)]
+    assert capsys.readouterr().out.splitlines()[-1] == rewriting.MODE_ON
+    run(compatible, "x")
+    run(compatible, "%%rank [0-1]\ny")
+    assert [call[1:3] for call in session.cluster.calls[1:]] == [("x\n", None), ("y\n", (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus", "devices", "said"),
+    [
+        ("-n 3 -g '0,1,2,3'", 4, [0, 1, 2], ""),
+        ("--num-processes 3 --gpu-ids 5,6,7 -a localhost", 8, [5, 6, 7], ""),
+        ("-n 3 -g 0,1,2", 0, None, "Warning: --gpu-ids has no effect: there is no GPU"),
+        ("-n 3 -a 10.0.0.1", 0, None, "Warning: --master-addr has no effect"),
+        ("-n 3 -t 60.0", 0, None, "Warning: --timeout has no effect: cells have no deadline"),
+    ],
+)
+def test_its_options_are_taken(compatible, session, capsys, monkeypatch, line, gpus, devices, said):
+    """What one of them cannot do here is said once."""
+    monkeypatch.setattr(compat, "count_gpus", lambda: SimpleNamespace(count=gpus))
+    run(compatible, f"%dist_init {line}")
+    assert session.started == [(3, START_DEFAULTS | {"devices": devices})]
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("cluster")
+def test_its_second_start_changes_nothing(compatible, session, capsys):
+    """It says that a cluster runs, as ours does; the mode is as it was."""
+    run(compatible, "%dist_init -n 2")
+    assert (session.started, session.cluster.calls) == ([], [])
+    assert capsys.readouterr().out.startswith("Already running")
+    assert not rewriting.is_mode_on(compatible)
+
+
+def test_its_magics_are_taken_away_again(bare_shell):
+    """All of them, and its help says what it does."""
+    before = {kind: registered(bare_shell, kind) for kind in ("line", "cell")}
+    compat.load_ipython_extension(bare_shell)
+    usage = compat.CompatMagics.dist_init.__doc__
+    assert "--num-processes" in usage
+    compat.unload_ipython_extension(bare_shell)
+    assert {kind: registered(bare_shell, kind) for kind in before} == before
 
 
 # ---- values and faults

@@ -63,6 +63,17 @@ def test_a_trainer_is_compared_when_it_has_trained():
     assert "has not trained yet" in told.not_compared
 
 
+def test_a_trainer_that_has_trained_has_a_digest(monkeypatch):
+    """It is not packed for it: its state may be as large as the memory that is left."""
+    trainer = make_trainer()
+    trainer.fit(1)
+    monkeypatch.setattr(type(trainer), "pack", None)
+    told = describe("t", {"held": trainer})
+    assert told.digest
+    assert told.not_sent == ""
+    assert describe("t", trainer).text == "step 1"
+
+
 def test_parts_of_something_larger_are_not_looked_at():
     """To look at what stands for parts on other ranks may be a collective, in which ranks hang."""
 
