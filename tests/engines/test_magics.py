@@ -244,14 +244,18 @@ def test_variables(four, cell, until):
     far = "rank 3 by up to 3, rank 2 by up to 2, rank 1 by up to 1 unlike rank 0"
     assert rows["other"].endswith(far)
     assert "at fault: lock['a'] (a lock)" in rows["lock"]
+    with pytest.raises(nbdist.CellFailed, match=r"at fault: lock\['a'\] \(a lock\)"):
+        cell("%dist_pull lock")
     with pytest.raises(ValueError, match="no rank has a variable rank"):
         cell("%dist_vars rank")
     assert four.run(names, once=True).values == before
     cell(SMALL)
     run = four.train("trainer", steps=10**6)
-    until(lambda: run.num_committed > 1, 60, lambda: f"steps: {run}")
-    rows = rows_of_variables(cell("%dist_vars"))
-    run.stop()
+    try:
+        until(lambda: run.num_committed > 1, 60, lambda: f"steps: {run}")
+        rows = rows_of_variables(cell("%dist_vars"))
+    finally:
+        run.stop()
     assert {"same", "other", "lock", "trainer"} <= {*rows}
     assert not {"_private", "rank", "dist"} & {*rows}
     assert " yes " in rows["trainer"]
