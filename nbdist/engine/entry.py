@@ -27,7 +27,7 @@ from nbdist.engine.digests import parameters_digest
 from nbdist.engine.group import Groups
 from nbdist.engine.handover import Giving
 from nbdist.engine.kernel import CellKernel
-from nbdist.engine.namespace import push_again, to_cpu
+from nbdist.engine.namespace import push_again, to_cpu, user_names
 from nbdist.engine.output import open_log
 from nbdist.engine.port import is_trainer
 from nbdist.engine.runs import Runs
@@ -191,7 +191,11 @@ class Engine:
         value = to_cpu(self._shell.user_ns[name])
         if as_numpy and isinstance(value, torch.Tensor):
             value = value.numpy()
-        return values.pack(value)
+        return values.pack_one(name, value)
+
+    def names(self) -> dict[str, Any]:
+        """The user's variables: neither ours nor private ones."""
+        return {n: self._shell.user_ns[n] for n in user_names(self._shell.user_ns, self._hidden)}
 
     def parameter_digest(self, name: str) -> str:
         """Digest of a trainer's or a module's parameters.
@@ -333,24 +337,25 @@ class Engine:
 
 def push(packed: dict[str, bytes]) -> None:
     """`protocol.calls.PUSH`."""
-    _present().push(packed)
+    present().push(packed)
 
 
 def pull(name: str, *, as_numpy: bool = False) -> bytes:
     """`protocol.calls.PULL`."""
-    return _present().pull(name, as_numpy=as_numpy)
+    return present().pull(name, as_numpy=as_numpy)
 
 
 def parameter_digest(name: str) -> str:
     """`protocol.calls.PARAMETER_DIGEST`."""
-    return _present().parameter_digest(name)
+    return present().parameter_digest(name)
 
 
 def _refuse_exit() -> NoReturn:
     raise RuntimeError("exit and quit do not end an engine; %dist_kill and %dist_shutdown do")
 
 
-def _present() -> Engine:
+def present() -> Engine:
+    """This process's engine."""
     if _engine is None:
         raise RuntimeError("this process is no engine of nbdist")
     return _engine

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from IPython.display import DisplayHandle, display
@@ -31,6 +32,7 @@ __all__ = [
     "is_live",
     "render",
     "show_line",
+    "show_page_table",
     "show_seats",
     "show_status",
     "show_table",
@@ -151,10 +153,29 @@ def show_value(value: object) -> None:
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows under their headings, columns aligned; None is shown as a dash."""
-    cells = [list(headings), *(["–" if v is None else str(v) for v in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        show_line("  ".join(map(str.ljust, row, widths)).rstrip())
+    for line in _aligned(headings, rows):
+        show_line(line)
+
+
+def show_page_table(
+    headings: Sequence[str], rows: Sequence[Sequence[object]], *, below: Sequence[str] = ()
+) -> None:
+    """Show rows as a table of the page, and as aligned text wherever that cannot be drawn.
+
+    Args:
+        headings: of the columns.
+        rows: under them.
+        below: sentences under the table.
+    """
+    head = "".join(f"<th style='text-align:left'>{escape(one)}</th>" for one in headings)
+    body = "".join(
+        f"<tr>{''.join(f'<td style=text-align:left>{escape(_cell(v))}</td>' for v in row)}</tr>"
+        for row in rows
+    )
+    notes = "".join(f"<div>{escape(line)}</div>" for line in below)
+    page = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+    text = "\n".join([*_aligned(headings, rows), *below])
+    _publish({"text/plain": text, "text/html": page})
 
 
 def show_seats(seats: Sequence[RankStatus], *, is_verbose: bool) -> None:
@@ -183,6 +204,16 @@ def show_warnings(texts: Sequence[str]) -> None:
     """Print what the user should know, though it stops nothing."""
     for text in texts:
         show_line(f"Warning: {text}")
+
+
+def _cell(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def _aligned(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    cells = [list(headings), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def _status_row(seat: RankStatus) -> list[object]:

@@ -8,7 +8,6 @@ Everything is checked here before anything is sent.
 from __future__ import annotations
 
 import ast
-import re
 import warnings
 from collections import Counter
 from functools import partial
@@ -18,7 +17,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, magics_class
 
 from nbdist.errors import NbdistError, NotStarted, WrongState
-from nbdist.frontend import tracebacks
+from nbdist.frontend import rewriting, tracebacks
 from nbdist.frontend.arguments import (
     as_count,
     as_devices,
@@ -39,8 +38,10 @@ from nbdist.frontend.display import (
     show_status,
     show_warnings,
 )
+from nbdist.frontend.rewriting import ModeMagics
 from nbdist.frontend.run_magics import RunMagics
 from nbdist.frontend.targets import name_ranks, parse_targets
+from nbdist.frontend.variables import VariableMagics
 from nbdist.session import start as session
 from nbdist.session.status import crowding
 
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DistMagics", "load", "unload"]
 
-_RANK_CELL = re.compile(r"%%rank(?:\[(?P<ranks>[^\]\n]*)\]|(?P<unclosed>\[[^\n]*))")
 _RANKS_HELP = "0,2 or 1-3 or ::2 or all or !2 (all but 2); quoted if it has blanks or begins with -"
 
 _NOT_PUSHED = {"ranks", "self"}
@@ -60,35 +60,20 @@ _NOT_PUSHED = {"ranks", "self"}
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics, and the reading of `%%rank[...]`, in a shell; twice is once."""
-    shell.register_magics(DistMagics, RunMagics)
-    if rewrite_rank_cell not in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.append(rewrite_rank_cell)
+    shell.register_magics(*_CLASSES)
+    rewriting.install(shell)
     tracebacks.install(shell)
 
 
 def unload(shell: InteractiveShell) -> None:
     """Take away what `load` added."""
     tracebacks.uninstall(shell)
-    if rewrite_rank_cell in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.remove(rewrite_rank_cell)
-    for magics in (DistMagics, RunMagics):
+    rewriting.uninstall(shell)
+    for magics in _CLASSES:
         for kind, names in magics.magics.items():
             for name in names:
                 shell.magics_manager.magics[kind].pop(name, None)
         shell.magics_manager.registry.pop(magics.__name__, None)
-
-
-def rewrite_rank_cell(lines: list[str]) -> list[str]:
-    """Turn `%%rank[0,2] -t 5` into `%%distributed -r "0,2" -t 5`; other cells stay as they are.
-
-    IPython by itself finds no magic by the first spelling.
-    """
-    found = _RANK_CELL.match(lines[0]) if lines else None
-    if found is None:
-        return lines
-    # Where the closing bracket is missing, the opening one is kept: to be refused, not guessed.
-    ranks = (found["ranks"] or found["unclosed"] or "").replace('"', "'")
-    return [f'%%distributed -r "{ranks}"{lines[0][found.end() :]}', *lines[1:]]
 
 
 _ranks_option = partial(option, "-r", "--ranks", type=as_text, metavar="RANKS")
@@ -329,7 +314,7 @@ class DistMagics(Magics):
         """End everything that this notebook's cluster started, and nothing else."""
         read_line(self.dist_shutdown, line)
         session.current().shutdown()
-        show_line("The cluster has ended.")
+        self._say_ended()
 
     @magic("line")
     def dist_reset(self, line: str) -> None:
@@ -339,13 +324,26 @@ class DistMagics(Magics):
             cluster = session.current()
         except NotStarted:
             show_line("No cluster runs.")
+            self._end_mode()
             return
         try:
             cluster.shutdown()
         except NbdistError as error:
             show_line(f"The cluster did not end in order: {error}")
+            self._end_mode()
         else:
-            show_line("The cluster has ended.")
+            self._say_ended()
+
+    def _say_ended(self) -> None:
+        show_line("The cluster has ended.")
+        self._end_mode()
+
+    def _end_mode(self) -> None:
+        """Without engines no plain cell could run."""
+        assert self.shell is not None
+        if rewriting.is_mode_on(self.shell):
+            rewriting.set_mode(self.shell, is_on=False)
+            show_line(rewriting.MODE_OFF)
 
     def _run_cell(self, args: Namespace, cell: str) -> None:
         """Run a cell with the options of its first line, and show it."""
@@ -376,6 +374,9 @@ class DistMagics(Magics):
             python = self.shell.transform_cell(cell)  # type: ignore[no-untyped-call]
             flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
             compile(python, "<distributed cell>", "exec", flags=flags, dont_inherit=True)
+
+
+_CLASSES = (DistMagics, RunMagics, VariableMagics, ModeMagics)
 
 
 def _ranks(text: str | None, cluster: session.Cluster) -> tuple[int, ...] | None:

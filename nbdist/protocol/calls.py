@@ -23,6 +23,12 @@ PULL = _function("pull")
 PARAMETER_DIGEST = _function("parameter_digest")
 """(name: str) -> str: digest of the parameters of a trainer or module."""
 
+VARIABLES = _function("variables", "variables")
+"""(names: Sequence[str]) -> dict[str, Described]: the user's variables; named ones only, if any."""
+
+NUMBERS = _function("numbers", "variables")
+"""(names: Sequence[str]) -> dict[str, bytes]: what these variables hold, as float64."""
+
 STANDING = _function("standing", "saving")
 """(name: str | None) -> (str, int): a trainer's name and its committed steps.
 

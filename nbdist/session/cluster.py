@@ -40,11 +40,11 @@ from nbdist.session.status import (
     why_not_started,
     why_unhealthy,
 )
+from nbdist.session.variables import Variable, variables_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
-    from types import TracebackType
 
     from nbdist.config import ClusterConfig
     from nbdist.protocol.events import Incident
@@ -186,6 +186,14 @@ class Cluster:
         """
         return self._calls.look(calls.PARAMETER_DIGEST, self._chosen(None), name)
 
+    def variables(self, *names: str) -> list[Variable]:
+        """The engines' variables, and which are equal on all ranks; no values travel.
+
+        Large ones are compared where they are named.
+        """
+        self.check_alive()
+        return variables_of(self._calls, names)
+
     def sync(self) -> None:
         """Wait until all ranks have come to the same point."""
         self.run("dist.barrier()", once=True)
@@ -252,9 +260,7 @@ class Cluster:
         """
         if signal not in ("KILL", "TERM", "STOP"):
             raise ValueError(f"signal={signal!r}: must be KILL, TERM or STOP")
-        chosen = self._chosen(ranks) or ()
-        membership = self._seen.membership
-        slots = tuple(membership.slots[rank] for rank in chosen)
+        slots = tuple(self._seen.membership.slots[rank] for rank in self._chosen(ranks) or ())
         self._ask(od.SignalEngines(slots=slots, signal=signal), 30.0)
 
     def slow(self, ranks: int | Iterable[int], factor: float) -> None:
@@ -347,12 +353,7 @@ class Cluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __repr__(self) -> str:

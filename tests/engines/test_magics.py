@@ -212,6 +212,55 @@ def test_save_and_load(cell, tmp_path):
         cell(f"%dist_load {tmp_path}/runs")
 
 
+@pytest.mark.usefixtures("four")
+def test_mode(cell):
+    """In `%dist_mode` plain cells run on the engines, and magics where they did."""
+    cell("%dist_mode -e")
+    try:
+        assert cell("of_mode = rank // 2\nof_mode") == "[ranks 0-1]\n0\n[ranks 2-3]\n1\n"
+        assert cell("%%rank[3]\nof_mode") == "[rank 3]\n1\n"
+    finally:
+        cell("%dist_mode -d")
+    with pytest.raises(NameError):
+        cell("of_mode")
+
+
+def rows_of_variables(text):
+    """Name -> the row that `%dist_vars` shows of it."""
+    return {line.split()[0]: line for line in text.splitlines()[1:]}
+
+
+def test_variables(four, cell, until):
+    """`%dist_vars` compares what ranks hold, also between the steps of a run, and changes
+    nothing."""
+    cell(
+        "%%distributed\nimport threading\nsame = torch.ones(3)\nother = torch.ones(3) * rank\n"
+        "lock = {'a': threading.Lock()}\n_private = 1"
+    )
+    names = "sorted(name for name in globals() if name[0] != '_')"
+    before = four.run(names, once=True).values
+    rows = rows_of_variables(cell("%dist_vars same other lock"))
+    assert rows["same"].split() == ["same", "Tensor", "(3,)", "float32", "cpu", "yes"]
+    far = "rank 3 by up to 3, rank 2 by up to 2, rank 1 by up to 1 unlike rank 0"
+    assert rows["other"].endswith(far)
+    assert "at fault: lock['a'] (a lock)" in rows["lock"]
+    with pytest.raises(nbdist.CellFailed, match=r"at fault: lock\['a'\] \(a lock\)"):
+        cell("%dist_pull lock")
+    with pytest.raises(ValueError, match="no rank has a variable rank"):
+        cell("%dist_vars rank")
+    assert four.run(names, once=True).values == before
+    cell(SMALL)
+    run = four.train("trainer", steps=10**6)
+    try:
+        until(lambda: run.num_committed > 1, 60, lambda: f"steps: {run}")
+        rows = rows_of_variables(cell("%dist_vars"))
+    finally:
+        run.stop()
+    assert {"same", "other", "lock", "trainer"} <= {*rows}
+    assert not {"_private", "rank", "dist"} & {*rows}
+    assert " yes " in rows["trainer"]
+
+
 def test_unload(four, ipython, cell):
     """Taking the magics away leaves the cluster running, and loading them again finds it."""
     ipython.run_line_magic("unload_ext", "nbdist")
@@ -238,14 +287,38 @@ NOTEBOOK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def executed():
+COMPATIBLE = [
+    "%load_ext nbdist.compat",
+    "%dist_init -n 2",
+    "import torch\nimport torch.distributed as dist\n"
+    "print(f'Rank {rank} of {world_size} on {device}, GPU {gpu_id}')",
+    "# on all ranks\nx = torch.full((2,), float(rank + 1)).to(device)\ndist.all_reduce(x)\nx",
+    "%%rank[0]\nmodel = torch.nn.Linear(2, 2)\nsum(p.numel() for p in model.parameters())",
+    "%%rank [0,1]\nrank * 10",
+    "%%distributed\nrank + 1",
+    "%sync",
+    "%dist_status",
+    "%dist_mode --disable",
+    "here = 'in the notebook'\nhere",
+    "%dist_mode --enable",
+    "world_size",
+    "%dist_shutdown",
+]
+
+
+def execute(cells):
     """Cells of a notebook after nbclient has run them, headless."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in NOTEBOOK])
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(
         notebook, timeout=60, kernel_name="python3", allow_errors=True
     ).execute()
     return notebook.cells
+
+
+@pytest.fixture(scope="module")
+def executed():
+    """The notebook's cells."""
+    return execute(NOTEBOOK)
 
 
 def text_of(cell):
@@ -293,3 +366,23 @@ def test_headless_failures(executed):
         "CellFailed",
         "EngineDied",
     }
+
+
+@pytest.mark.usefixtures("alone")
+def test_notebook_of_another_package():
+    """A notebook in the style of nbdistributed runs with its load line changed."""
+    cells = execute(COMPATIBLE)
+    assert not [cell for cell in cells if any(o.output_type == "error" for o in cell.outputs)]
+    texts = [text_of(cell) for cell in cells]
+    assert "Plain cells run on all ranks" in texts[1]
+    ranks = [f"[rank {rank}]\nRank {rank} of 2 on cpu, GPU None\n" for rank in range(2)]
+    assert texts[2] == "".join(ranks)
+    assert texts[3] == "[ranks 0-1]\ntensor([3., 3.])\n"
+    assert texts[4] == "[rank 0]\n6\n"
+    assert texts[5] == "[rank 0]\n0\n[rank 1]\n10\n"
+    assert texts[6] == "[rank 0]\n1\n[rank 1]\n2\n"
+    assert texts[7] == "Barrier passed by ranks 0-1.\n"
+    assert len(table(texts[8])) == 2
+    assert texts[10] == "'in the notebook'\n"
+    assert texts[12] == "[ranks 0-1]\n2\n"
+    assert texts[13] == "The cluster has ended.\nPlain cells run in the notebook.\n"

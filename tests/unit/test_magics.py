@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,19 +18,22 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import nbdist
-from nbdist import errors
-from nbdist.frontend import magics, run_magics
+from nbdist import compat, errors
+from nbdist.frontend import magics, rewriting, run_magics, variables
 from nbdist.frontend.arguments import without_comment
 from nbdist.protocol import runs as rn
 from nbdist.protocol.story import ROWS
+from nbdist.protocol.variables import Described
 from nbdist.session.outputs import CellResult, Progress, RankOutput
 from nbdist.session.run import Detached, Run
 from nbdist.session.saving import Checkpoint
+from nbdist.session.variables import compare
 
 LINE_MAGICS = {
-    "dist_dashboard", "dist_init", "dist_kill", "dist_pause", "dist_pull", "dist_push",
+    "dist_dashboard", "dist_init", "dist_kill", "dist_mode", "dist_pause", "dist_pull", "dist_push",
     "dist_load", "dist_reset", "dist_resume", "dist_save", "dist_scale", "dist_set",
-    "dist_shutdown", "dist_slow", "dist_status", "dist_step", "dist_stop", "dist_train", "sync",
+    "dist_shutdown", "dist_slow", "dist_status", "dist_step", "dist_stop", "dist_train",
+    "dist_vars", "sync",
 }  # fmt: skip
 START_DEFAULTS = {
     "devices": None, "backend": "auto", "launcher": "local", "hosts": [], "policy": "refill",
@@ -56,6 +60,7 @@ class FakeCluster:
         self.error = None
         self.trouble = ""
         self.runs = []
+        self.found = []
         self.dashboards = SimpleNamespace(open=self.open_dashboard)
         self.state = "running"
 
@@ -105,7 +110,8 @@ class FakeCluster:
         for output in outputs.values():
             output.add_text("stdout", "hi\n")
             output.state = "error" if self.error else "ok"
-        watch(Progress("c", outputs, done=True, generation=1, seconds=0.1))
+        if watch is not None:
+            watch(Progress("c", outputs, done=True, generation=1, seconds=0.1))
         if self.error:
             raise self.error
         return CellResult(dict.fromkeys(outputs, "hi\n"), {key: {} for key in outputs}, 1, 0.1)
@@ -116,6 +122,10 @@ class FakeCluster:
     def pull(self, name, *, ranks=None):
         self.calls.append(("pull", name, ranks))
         return {rank: rank * 10 for rank in ranks or range(self.world_size)}
+
+    def variables(self, *names):
+        self.calls.append(("variables", *names))
+        return self.found
 
     def check_alive(self):
         if self.state == "failed":
@@ -188,7 +198,7 @@ def session(monkeypatch):
             raise errors.NotStarted("no cluster runs; start one with %dist_init")
         return fake.cluster
 
-    for module in (magics, run_magics):
+    for module in (magics, run_magics, variables, compat):
         monkeypatch.setattr(module, "session", SimpleNamespace(start=start, current=current))
     return fake
 
@@ -251,7 +261,7 @@ def test_unloading_leaves_nothing_behind(bare_shell):
 @pytest.mark.parametrize("name", sorted([*LINE_MAGICS, "distributed", "rank"]))
 def test_every_magic_has_its_docstring_as_help(name):
     """The help says what the magic does, in a sentence, and has a word on every argument."""
-    method = getattr(magics.DistMagics, name, None) or getattr(run_magics.RunMagics, name)
+    method = next(getattr(cls, name) for cls in magics._CLASSES if hasattr(cls, name))
     usage, _, rest = method.__doc__.strip().removeprefix("::").strip().partition("\n\n")
     assert usage.startswith(f"%{name}")
     assert "." in rest.split("\n\n")[0]
@@ -365,7 +375,7 @@ def test_reset_is_fine_without_a_cluster_or_with_a_broken_one(shell, session, ca
     "cell",
     ["%sync", "%dist_status", "%dist_shutdown", "%dist_kill 0", "%dist_slow 0 2", "%dist_scale 2",
      "%dist_pull q", "%dist_push one", "%%distributed\n1", "%%rank[0]\n1", "%dist_train t",
-     "%dist_step", "%dist_pause", "%dist_resume", "%dist_stop", "%dist_set lr=1"],
+     "%dist_step", "%dist_pause", "%dist_resume", "%dist_stop", "%dist_set lr=1", "%dist_vars"],
 )  # fmt: skip
 def test_without_a_cluster_the_error_names_the_magic_that_starts_one(shell, cell):
     """Everything but %dist_init and %dist_reset needs a cluster."""
@@ -385,6 +395,7 @@ def test_without_a_cluster_the_error_names_the_magic_that_starts_one(shell, cell
         ("%%distributed -r 0,2 -t 1.5 --once", (0, 2), 1.5, True),
         ("%%distributed --ranks '1 - 2'", (1, 2), None, False),
         ("%%rank[0,2-3]", (0, 2, 3), None, False),
+        ("%%rank [1]", (1,), None, False),
         ("%%rank[ !2 ] --once -t 5", (0, 1, 3), 5.0, True),
         ("%%rank[-2:]", (2, 3), None, False),
         ("%%rank[all]", None, None, False),
@@ -400,7 +411,7 @@ def test_both_cell_magics_hand_over_ranks_and_options(shell, cluster, first, ran
 def test_other_cells_are_left_alone(shell):
     """Only a first line that begins with %%rank[ is rewritten."""
     for lines in ([], ["x = '%%rank[0]'\n"], ["x\n", "%%rank[0]\n"], ["%%ranks[0]\n"]):
-        assert magics.rewrite_rank_cell(lines) == lines
+        assert rewriting.rewrite_rank_cell(lines) == lines
     run(shell, "kept = '''\n%%rank[0]\n'''")
     assert shell.user_ns["kept"] == "\n%%rank[0]\n"
 
@@ -458,6 +469,141 @@ def test_what_ipython_understands_is_sent(shell, cluster, body, recwarn):
     run(shell, f"%%distributed\n{body}")
     assert cluster.calls[0][1] == f"{body}\n"
     assert not recwarn.list
+
+
+# ---- plain cells as distributed ones
+
+
+@pytest.mark.parametrize(
+    "cell", ["x = 1\n", "# why\n\nx\n", "!ls\n", "f?\n", "await x\n", "x = 5\n%time x\n", "  x\n"]
+)
+def test_in_the_mode_a_plain_cell_runs_on_all_ranks(shell, cluster, cell):
+    """As it was written; without the mode nothing of it reaches the engines."""
+    run(shell, "%dist_mode -e")
+    run(shell, cell)
+    assert [call[1:3] for call in cluster.calls] == [(cell.replace("  x", "x"), None)]
+
+
+@pytest.mark.parametrize("cell", ["", "\n", "# a comment\n", "%sync", "# then\n%sync", "%time 1"])
+def test_in_the_mode_other_cells_stay_as_they_are(shell, cluster, cell):
+    """What begins with a magic, and what does nothing."""
+    run(shell, "%dist_mode -e")
+    run(shell, cell)
+    assert {call[0] for call in cluster.calls} <= {"sync"}
+
+
+def test_in_the_mode_what_a_cell_has_ipython_run_is_not_rewritten(shell, cluster):
+    """The body of another magic's cell runs here; a distributed cell is what it says it is."""
+    run(shell, "%dist_mode -e")
+    run(shell, "%%capture\nhere = 1")
+    assert (shell.user_ns["here"], cluster.calls) == (1, [])
+    run(shell, "%%rank[1]\nx")
+    run(shell, "%%distributed --once\ny")
+    assert [call[1:3] for call in cluster.calls] == [("x\n", (1,)), ("y\n", None)]
+
+
+def test_in_the_mode_a_syntax_error_is_found_before_anything_is_sent(shell, cluster):
+    """As in a cell that says %%distributed."""
+    run(shell, "%dist_mode --enable")
+    with pytest.raises(SyntaxError):
+        run(shell, "for:\n  pass")
+    assert cluster.calls == []
+
+
+@pytest.mark.parametrize("end", ["%dist_mode -d", "%dist_shutdown", "%dist_reset", "%unload_ext"])
+def test_the_mode_ends(shell, cluster, capsys, end):
+    """By its magic, with the cluster, and with the magics; then plain cells run here."""
+    run(shell, "%dist_mode")
+    run(shell, "%dist_mode -e")
+    run(shell, "%dist_mode -e")
+    if end == "%unload_ext":
+        nbdist.unload_ipython_extension(shell)
+    else:
+        run(shell, end)
+        run(shell, "%dist_mode")
+        assert capsys.readouterr().out.splitlines()[-1] == rewriting.MODE_OFF
+    run(shell, "here = 2")
+    assert shell.user_ns["here"] == 2
+    assert {call[0] for call in cluster.calls} <= {"shutdown"}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_mode_says_which_is_so(shell, capsys):
+    """Without an argument nothing changes; both at once are refused."""
+    run(shell, "%dist_mode")
+    with pytest.raises(UsageError, match="-e and -d"):
+        run(shell, "%dist_mode -e -d")
+    run(shell, "%dist_mode -e")
+    run(shell, "%dist_mode")
+    said = capsys.readouterr().out.splitlines()
+    assert said == [rewriting.MODE_OFF, rewriting.MODE_ON, rewriting.MODE_ON]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_in_the_mode_a_terminal_still_knows_what_is_complete(shell):
+    """A plain line is not taken for the beginning of a cell magic's cell."""
+    run(shell, "%dist_mode -e")
+    assert shell.check_complete("x = 1")[0] == "complete"
+
+
+# ---- notebooks of another package
+
+
+@pytest.fixture
+def compatible(bare_shell, shell, monkeypatch):
+    """The shell with the other package's names; on a host without a GPU."""
+    monkeypatch.setattr(compat, "count_gpus", lambda: SimpleNamespace(count=0))
+    compat.load_ipython_extension(bare_shell)
+    yield shell
+    compat.unload_ipython_extension(bare_shell)
+
+
+def test_its_start_has_its_defaults(compatible, session, capsys):
+    """Two engines, `gpu_id` on each, also on those that join later, and plain cells run there."""
+    run(compatible, "%dist_init")
+    assert session.started == [(2, START_DEFAULTS)]
+    assert session.cluster.calls == [("run", compat.BIND_NAMES, None, None, False)]
+    assert capsys.readouterr().out.splitlines()[-1] == rewriting.MODE_ON
+    run(compatible, "x")
+    run(compatible, "%%rank [0-1]\ny")
+    assert [call[1:3] for call in session.cluster.calls[1:]] == [("x\n", None), ("y\n", (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus", "devices", "said"),
+    [
+        ("-n 3 -g '0,1,2,3'", 4, [0, 1, 2], ""),
+        ("--num-processes 3 --gpu-ids 5,6,7 -a localhost", 8, [5, 6, 7], ""),
+        ("-n 3 -g 0,1,2", 0, None, "Warning: --gpu-ids has no effect: there is no GPU"),
+        ("-n 3 -a 10.0.0.1", 0, None, "Warning: --master-addr has no effect"),
+        ("-n 3 -t 60.0", 0, None, "Warning: --timeout has no effect: cells have no deadline"),
+    ],
+)
+def test_its_options_are_taken(compatible, session, capsys, monkeypatch, line, gpus, devices, said):
+    """What one of them cannot do here is said once."""
+    monkeypatch.setattr(compat, "count_gpus", lambda: SimpleNamespace(count=gpus))
+    run(compatible, f"%dist_init {line}")
+    assert session.started == [(3, START_DEFAULTS | {"devices": devices})]
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("cluster")
+def test_its_second_start_changes_nothing(compatible, session, capsys):
+    """It says that a cluster runs, as ours does; the mode is as it was."""
+    run(compatible, "%dist_init -n 2")
+    assert (session.started, session.cluster.calls) == ([], [])
+    assert capsys.readouterr().out.startswith("Already running")
+    assert not rewriting.is_mode_on(compatible)
+
+
+def test_its_magics_are_taken_away_again(bare_shell):
+    """All of them, and its help says what it does."""
+    before = {kind: registered(bare_shell, kind) for kind in ("line", "cell")}
+    compat.load_ipython_extension(bare_shell)
+    usage = compat.CompatMagics.dist_init.__doc__
+    assert "--num-processes" in usage
+    compat.unload_ipython_extension(bare_shell)
+    assert {kind: registered(bare_shell, kind) for kind in before} == before
 
 
 # ---- values and faults
@@ -591,6 +737,60 @@ def test_sync_is_a_barrier(shell, cluster, capsys):
     run(shell, "%sync")
     assert cluster.calls == [("sync",)]
     assert capsys.readouterr().out == "Barrier passed by ranks 0-3.\n"
+
+
+# ---- variables
+
+
+def test_variables_are_a_table_of_the_page_and_text_elsewhere(shell, cluster, published):
+    """One display with both; what the user has named is escaped, and the rest is counted."""
+    one = Described(type="int", text="'<b>'", digest="d")
+    cluster.found = compare({rank: {f"x{n:03}": one for n in range(202)} for rank in range(2)})
+    run(shell, "%dist_vars")
+    ((data, _),) = [(shown["data"], shown["metadata"]) for shown in published]
+    lines = data["text/plain"].splitlines()
+    assert lines[0].split() == ["name", "type", "shape", "dtype", "device", "equal"]
+    assert lines[1].split() == ["x000", "int", "yes", "'<b>'"]
+    assert lines[-1] == "2 more; cluster.variables() has them."
+    assert len(lines) == 202
+    assert data["text/html"].count("<tr>") == 201
+    assert "&lt;b&gt;" in data["text/html"]
+    assert "<b>" not in data["text/html"]
+
+
+def test_variables_may_be_named(shell, cluster, capsys):
+    """The names go to the cluster; where there is nothing, a sentence says so."""
+    run(shell, "%dist_vars a b")
+    run(shell, "%dist_vars")
+    assert cluster.calls == [("variables", "a", "b"), ("variables",)]
+    assert capsys.readouterr().out == "The engines have no variables of yours.\n" * 2
+
+
+def test_what_differs_is_said_in_a_few_words(shell, cluster, published):
+    """Values, forms, ranks that lack it, how far, why not compared, what bars sending."""
+    tensor = Described(type="Tensor", shape="(2,)", dtype="float32", device="cpu", digest="a")
+    other = replace(tensor, digest="b")
+    lock = Described(type="lock", not_compared="no", not_sent="no")
+    half = Described(type="C", digest="c", not_sent="h.x cannot be sent")
+    told = {
+        0: {"a": tensor, "b": Described(type="int", text="1", digest="1"), "c": lock},
+        1: {"a": other, "b": Described(type="int", text="2", digest="2"), "c": lock, "d": tensor},
+        2: {"a": tensor, "b": Described(type="int", text="1", digest="1"), "c": lock, "h": half},
+    }
+    told[0]["h"] = told[1]["h"] = half
+    told[2]["d"] = replace(tensor, shape="(3,)")
+    cluster.found = compare(told)
+    cluster.found[0] = replace(cluster.found[0], distance={1: 0.25})
+    run(shell, "%dist_vars")
+    rows = published[0]["data"]["text/plain"].splitlines()[1:]
+    assert [re.split(r"  +", row) for row in rows] == [
+        ["a", "Tensor", "(2,)", "float32", "cpu", "no", "rank 1 by up to 0.25 unlike rank 0"],
+        ["b", "int", "no", "1 on ranks 0,2; 2 on rank 1"],
+        ["c", "lock", "–", "not compared: no"],
+        ["d", "Tensor", "(2,) on rank 1; (3,) on rank 2", "float32", "cpu", "no",
+         "missing on rank 0; rank 2 unlike rank 1"],
+        ["h", "C", "yes", "h.x cannot be sent"],
+    ]  # fmt: skip
 
 
 # ---- training runs
