@@ -18,6 +18,7 @@ from nbdist.protocol import frames as fr
 from nbdist.protocol import tables as tb
 from nbdist.protocol.story import is_known
 from nbdist.protocol.thinning import thin
+from nbdist.supervisor.agreements import AgreementReader
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DETAILS, DetailReader
 from nbdist.supervisor.memories import DistanceReader, MemoryReader
@@ -112,7 +113,7 @@ class Packer:
         self._num_evaluations = self._num_seats = self._num_phases = 0
         self._attempts, self._details = Reader(since), DetailReader(since)
         self._plans, self._memories = PlanReader(since), MemoryReader(since)
-        self._distances = DistanceReader(since)
+        self._distances, self._agreements = DistanceReader(since), AgreementReader(since)
         self._since = since
         self._told: dict[int, Incident] = {}
         self._num_before = self._incidents_before()
@@ -172,6 +173,8 @@ class Packer:
             tables["memory"] = self._memories.read(series)
         if self.run is not None and "distance" in self._wanted:
             tables["distance"] = self._distances.read(series)
+        if self.run is not None and "agreement" in self._wanted:
+            tables["agreement"] = [self._agreements.read(series.agreements)]
         if "seats" in self._wanted:
             tables["seats"] = [changes.seats.since(self._num_seats, room.changes)]
             self._num_seats = changes.seats.num
