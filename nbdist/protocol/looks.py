@@ -6,6 +6,8 @@ all ranks at one step boundary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 EVERY = 100
 """Steps from one look to the next; besides, after a run's first step in a group, and its last."""
 MAX_BLOCKS = 48
@@ -14,15 +16,25 @@ DIGEST_BITS = 52
 """Of a digest: as many as a float64 holds exactly."""
 
 
-def packed(block: int, stride: int) -> int:
-    """For a record's `ident`: which block, of which one value in so many was looked at."""
-    return block + MAX_BLOCKS * (stride - 1)
+class Of(NamedTuple):
+    """What a digest is of."""
+
+    block: int
+    stride: int = 1
+    """One value in so many was looked at."""
+    is_anchor: bool = False
+    """Ranks train apart: not what the rank has now, but what all came to at the last outer step."""
 
 
-def unpacked(ident: int) -> tuple[int, int]:
-    """Block and stride."""
-    stride, block = divmod(ident, MAX_BLOCKS)
-    return block, stride + 1
+def packed(of: Of) -> int:
+    """For a record's `ident`."""
+    return of.block + MAX_BLOCKS * (2 * (of.stride - 1) + of.is_anchor)
+
+
+def unpacked(ident: int) -> Of:
+    """What `packed` was given."""
+    rest, block = divmod(ident, MAX_BLOCKS)
+    return Of(block, rest // 2 + 1, is_anchor=bool(rest % 2))
 
 
 def is_due(step: int, began: int, last: int | None, until: int) -> bool:

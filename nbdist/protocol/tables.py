@@ -101,6 +101,7 @@ TABLES: dict[str, dict[str, str]] = {
         "differs": "f8",
         "blocks": "f4",
         "stride": "f4",
+        "anchors": "f4",
         "slot": "f4",
         "generation": "f4",
     },
@@ -149,8 +150,9 @@ server, whose slot it is, one update's staleness; 53 how far the slot's paramete
 agreement: what a slot's replica was like when it was looked at. Rows with the same `at` are one
 look; those of the first one that found a difference, and of the newest. step: committed steps.
 differs: a bit for each block, from the lowest: it is another than most slots have, or, where none
-has most, than the lowest slot has. blocks: how many. stride: one value in so many was looked at. A
-frame that has rows has all there are: they stand for those of earlier ones.
+has most, than the lowest slot has. blocks: how many. stride: one value in so many was looked at.
+anchors: 1 where slots train apart: it is what they came to at the last outer step. A frame that has
+rows has all there are: they stand for those of earlier ones.
 
 seats: from `at` on, a slot has this state, a place in `STATES`, and this rank (-1: none).
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.looks import MAX_BLOCKS, unpacked
+from nbdist.protocol.looks import MAX_BLOCKS, Of, unpacked
 from nbdist.protocol.tables import TABLES
 from nbdist.protocol.telemetry import Kind
 
@@ -40,7 +40,7 @@ class _Look:
         self.key = step, generation
         self._digests: dict[Slot, NDArray[np.float64]] = {}
         self._at = np.inf
-        self._stride = 1
+        self._of = Of(0)
 
     @property
     def num_bytes(self) -> int:
@@ -53,12 +53,12 @@ class _Look:
 
     def take(self, slot: Slot, record: np.void, budget: Budget) -> bool:
         """One digest; False where there is no room for it."""
-        block, self._stride = unpacked(int(record["ident"]))
+        self._of = unpacked(int(record["ident"]))
         if slot not in self._digests:
             if not budget.take(_DIGESTS_BYTES):
                 return False
             self._digests[slot] = np.full(MAX_BLOCKS, np.nan)
-        self._digests[slot][block] = record["value"]
+        self._digests[slot][self._of.block] = record["value"]
         self._at = min(self._at, float(record["t1_ns"]) * 1e-9)
         return True
 
@@ -76,8 +76,9 @@ class _Look:
             for slot, value in zip(slots, values, strict=True):
                 differs[slot] |= (value != usual) << block
         (step, generation), at = self.key, self._at
+        _, stride, is_anchor = self._of
         return [
-            (at, step, float(mask), num_blocks, self._stride, slot, generation)
+            (at, step, float(mask), num_blocks, stride, is_anchor, slot, generation)
             for slot, mask in differs.items()
         ]
 
@@ -103,7 +104,7 @@ class Agreements:
     def add(self, slot: Slot, records: NDArray[np.void]) -> None:
         """Take in records of one engine, in their order."""
         for record in records[records["kind"] == Kind.DIGEST]:
-            block = unpacked(int(record["ident"]))[0]
+            block = unpacked(int(record["ident"])).block
             key = int(record["step"]), int(record["generation"])
             look = next((o for o in self._open if o.key == key and o.lacks(slot, block)), None)
             if look is None:

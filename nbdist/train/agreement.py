@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbdist.engine import emit
-from nbdist.protocol.looks import DIGEST_BITS, EVERY, MAX_BLOCKS, is_due, packed
+from nbdist.protocol.looks import DIGEST_BITS, EVERY, MAX_BLOCKS, Of, is_due, packed
 from nbdist.protocol.telemetry import Kind
 from nbdist.train.strategies.apart import Apart
 
@@ -48,10 +48,11 @@ class Lookout:
             return
         self._last = state.step
         found = blocks(alike(state))
+        is_anchor = not state.recipe.strategy.is_replicated
         stride = stride_of(tensor for tensors in found.values() for tensor in tensors)
         for number, tensors in enumerate(found.values()):
             value = digest(tensors, stride, state.step // EVERY)
-            emit.scalar(Kind.DIGEST, value, ident=packed(number, stride))
+            emit.scalar(Kind.DIGEST, value, ident=packed(Of(number, stride, is_anchor)))
 
 
 def alike(state: State) -> Iterable[tuple[str, Tensor]]:

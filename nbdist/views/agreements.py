@@ -36,6 +36,8 @@ class Look:
     """How many the model has."""
     stride: int
     """One value in so many was looked at."""
+    is_anchor: bool
+    """It is what slots that train apart came to at the last outer step."""
     differs: dict[int, tuple[int, ...]]
     """Slot -> blocks that are not as most slots have them; by slot."""
 
@@ -62,6 +64,7 @@ def looks(tables: Mapping[str, Table]) -> list[Look]:
                 step=int(table["step"][one]),
                 blocks=num,
                 stride=int(table["stride"][one]),
+                is_anchor=bool(table["anchors"][one]),
                 differs={
                     slot: tuple(block for block in range(num) if mask >> block & 1)
                     for slot, mask in masks.items()
@@ -88,7 +91,10 @@ def sentence(looks: Sequence[Look]) -> str:
         assert first is not None
         return f"At step {newest.step} {_who(newest)}; first seen at step {first.step}; {how}."
     before = f"; but at step {first.step} {_who(first)}" if first is not None else ""
-    return f"At step {newest.step} all {num} were identical, bit for bit{before}; {how}."
+    what = f"all {num} were"
+    if newest.is_anchor:
+        what = f"what all {num} had come to at the last outer step was"
+    return f"At step {newest.step} {what} identical, bit for bit{before}; {how}."
 
 
 def drawn(looks: Sequence[Look], max_lanes: int) -> Lanes:

@@ -26,6 +26,7 @@ class AgreeingRun(SyntheticRun):
                 differs=does_differ << WHAT,
                 blocks=BLOCKS,
                 stride=1,
+                anchors=0,
                 slot=slot,
                 generation=generation,
             )

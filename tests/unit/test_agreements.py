@@ -7,7 +7,7 @@ from agreeing import BLOCKS, CHANGED_AT, WHAT, WHO, AgreeingRun
 from stories import synthetic_story
 from torch import nn
 
-from nbdist.protocol.looks import DIGEST_BITS, MAX_BLOCKS, is_due, packed, unpacked
+from nbdist.protocol.looks import DIGEST_BITS, MAX_BLOCKS, Of, is_due, packed, unpacked
 from nbdist.protocol.tables import num_rows
 from nbdist.protocol.telemetry import RECORD, Kind
 from nbdist.supervisor.agreements import NUM_KEPT, NUM_OPEN, AgreementReader, Agreements
@@ -19,12 +19,12 @@ from nbdist.views.lanes import lanes
 PLENTY = 10_000_000
 
 
-def told(step, digests, *, generation=1, at=None):
+def told(step, digests, *, generation=1, at=None, is_anchor=False):
     """One slot's digests of one look."""
     records = np.zeros(len(digests), RECORD)
     records["kind"], records["step"], records["generation"] = Kind.DIGEST, step, generation
     records["value"] = digests
-    records["ident"] = [packed(block, 1) for block in range(len(digests))]
+    records["ident"] = [packed(Of(block, 1, is_anchor)) for block in range(len(digests))]
     records["t1_ns"] = int(1e9 * (step if at is None else at))
     return records
 
@@ -52,10 +52,11 @@ def test_all_ranks_look_at_the_same_boundaries():
     assert is_due(101, 100, None, 101)
 
 
-def test_block_and_stride_are_told_in_one_number():
-    """Both come back."""
-    for pair in ((0, 1), (MAX_BLOCKS - 1, 1), (0, 2), (17, 40_000)):
-        assert unpacked(packed(*pair)) == pair
+def test_what_a_digest_is_of_is_told_in_one_number():
+    """All of it comes back."""
+    for of in (Of(0), Of(MAX_BLOCKS - 1), Of(0, 2), Of(3, 1, True), Of(17, 40_000, True)):
+        assert unpacked(packed(of)) == of
+        assert packed(of) <= np.iinfo(np.int32).max
 
 
 def test_a_block_is_a_child_or_one_of_a_list():
@@ -175,6 +176,15 @@ def test_it_is_said_in_words():
     )
     looked(agreements, 200, [1.0, 2.0], [1.0, 2.0])
     assert "; but at step 100 slot 1 differs in block 1; looked" in sentence(read(agreements))
+
+
+def test_of_ranks_that_train_apart_it_is_said_what_is_compared():
+    """Their parameters differ as they should."""
+    agreements = Agreements(Budget(PLENTY))
+    looked(agreements, 8, [1.0], [1.0], is_anchor=True)
+    assert sentence(read(agreements)).startswith(
+        "At step 8 what all 2 replicas in 1 block had come to at the last outer step was identical"
+    )
 
 
 def test_a_cell_for_each_block_of_each_slot():

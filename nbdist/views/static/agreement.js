@@ -5,7 +5,7 @@ import { Panel } from "./panel.js";
 import { legendOf } from "./steps.js";
 
 /** @typedef {import("./store.js").Store} Store */
-/** @typedef {{step: number, blocks: number, stride: number, differs: Map<number, number[]>}} Look */
+/** @typedef {{step: number, blocks: number, stride: number, isAnchor: boolean, differs: Map<number, number[]>}} Look */
 
 const EQUAL_COLOUR = "#0072B2";
 const DIFFERS_COLOUR = "#D55E00";
@@ -29,10 +29,11 @@ const found = ({ differs }) => [...differs].filter(([, blocks]) => blocks.length
 
 /** Oldest first. @param {Store} store @returns {Look[]} */
 export function looks({ agreement }) {
-  const [at, step, blocks, stride, slot, differs] = ["at", "step", "blocks", "stride", "slot", "differs"].map((name) => agreement.get(name));
+  const names = ["at", "step", "blocks", "stride", "anchors", "slot", "differs"];
+  const [at, step, blocks, stride, anchors, slot, differs] = names.map((name) => agreement.get(name));
   /** @type {Map<number, Look>} */ const known = new Map();
   for (const i of [...at.keys()].sort((a, b) => at[a] - at[b] || slot[a] - slot[b])) {
-    const look = known.get(at[i]) ?? { step: step[i], blocks: blocks[i], stride: stride[i], differs: new Map() };
+    const look = known.get(at[i]) ?? { step: step[i], blocks: blocks[i], stride: stride[i], isAnchor: anchors[i] > 0, differs: new Map() };
     known.set(at[i], look);
     const places = Array.from({ length: look.blocks }, (_, block) => block);
     look.differs.set(
@@ -60,7 +61,8 @@ function sentence(looks) {
   if (first && found(newest).length) return `At step ${newest.step} ${who(newest)}; first seen at step ${first.step}; ${how}.`;
   const before = first ? `; but at step ${first.step} ${who(first)}` : "";
   const num = `${counted(newest.differs.size, "replica")} in ${counted(newest.blocks, "block")}`;
-  return `At step ${newest.step} all ${num} were identical, bit for bit${before}; ${how}.`;
+  const what = newest.isAnchor ? `what all ${num} had come to at the last outer step was` : `all ${num} were`;
+  return `At step ${newest.step} ${what} identical, bit for bit${before}; ${how}.`;
 }
 
 export class Agreement extends Panel {
