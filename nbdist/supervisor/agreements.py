@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbdist.protocol.looks import MAX_BLOCKS, Of, unpacked
+from nbdist.protocol.looks import EVERY, MAX_BLOCKS, Of, unpacked
 from nbdist.protocol.tables import TABLES
 from nbdist.protocol.telemetry import Kind
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from nbdist.protocol.tables import Table
     from nbdist.supervisor.history import Budget
 
+    Rows = NDArray[np.float64]
+    """Of the table, its columns in their order."""
+
 NUM_OPEN = 8
 """Looks that are kept with their digests: no slot is so far behind another."""
-NUM_KEPT = 16
-"""Looks in which replicas began to differ."""
+NUM_KEPT = 32
+"""Looks in which replicas began to differ, or a run or a group with replicas that did."""
 _COLUMNS = tuple(TABLES["agreement"])
+_AT, _DIFFERS = _COLUMNS.index("at"), _COLUMNS.index("differs")
 _DIGESTS_BYTES = 8 * MAX_BLOCKS
-
-Row = tuple[float, ...]
-"""Of the table, its columns in their order."""
 
 
 class _Look:
@@ -62,13 +63,13 @@ class _Look:
         self._at = min(self._at, float(record["t1_ns"]) * 1e-9)
         return True
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> Rows:
         """A row for each slot that has told of all blocks, where there are two at least."""
         nums = {slot: int((~np.isnan(own)).sum()) for slot, own in self._digests.items()}
         num_blocks = max(nums.values(), default=0)
         slots = sorted(slot for slot, num in nums.items() if num == num_blocks)
         if len(slots) < 2:
-            return []
+            return np.empty((0, len(_COLUMNS)))
         differs = dict.fromkeys(slots, 0)
         for block in range(num_blocks):
             values = [float(self._digests[slot][block]) for slot in slots]
@@ -77,10 +78,11 @@ class _Look:
                 differs[slot] |= (value != usual) << block
         (step, generation), at = self.key, self._at
         _, stride, is_anchor = self._of
-        return [
+        rows = [
             (at, step, float(mask), num_blocks, stride, is_anchor, slot, generation)
             for slot, mask in differs.items()
         ]
+        return np.array(rows, dtype=np.float64)
 
 
 class Agreements:
@@ -93,9 +95,10 @@ class Agreements:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._open: deque[_Look] = deque()
-        self._kept: deque[list[Row]] = deque(maxlen=NUM_KEPT)
-        self._last: tuple[int, bool] | None = None
-        """Step of the last look that is closed, and whether it differed."""
+        self._kept: deque[Rows] = deque(maxlen=NUM_KEPT)
+        self._expected: tuple[int, int] | None = None
+        """Step and generation of a look that tells nothing new where it differs: those of the one
+        before it, `EVERY` steps on, where that one differed."""
         self.num_told = 0
         """Digests that were ever taken in."""
         self.num_left_out = 0
@@ -117,26 +120,25 @@ class Agreements:
         while len(self._open) > NUM_OPEN:
             self._close(self._open.popleft())
 
-    def looks(self) -> list[list[Row]]:
+    def looks(self) -> list[Rows]:
         """Those in which replicas began to differ, then the newest ones; oldest first."""
-        recent = [rows for look in self._open if (rows := look.rows())]
-        return [*self._kept, *recent]
+        recent = [look.rows() for look in self._open]
+        return [*self._kept, *(rows for rows in recent if len(rows))]
 
     def _close(self, look: _Look) -> None:
         rows = look.rows()
         self._budget.give_back(look.num_bytes)
-        if not rows:
+        if not len(rows):
             return
-        step, does_differ = look.key[0], differ(rows)
-        is_new = self._last is None or not self._last[1] or step <= self._last[0]
-        if does_differ and is_new:
+        step, generation = look.key
+        if differ(rows) and look.key != self._expected:
             self._kept.append(rows)
-        self._last = step, does_differ
+        self._expected = (step + EVERY, generation) if differ(rows) else None
 
 
-def differ(rows: list[Row]) -> bool:
+def differ(rows: Rows) -> bool:
     """Whether any slot of a look differs in any block."""
-    return any(row[_COLUMNS.index("differs")] for row in rows)
+    return bool(rows[:, _DIFFERS].any())
 
 
 class AgreementReader:
@@ -152,13 +154,12 @@ class AgreementReader:
 
     def read(self, agreements: Agreements) -> Table:
         """The first look that found a difference, and the newest; nothing where nothing is new."""
-        rows: list[Row] = []
+        parts: list[Rows] = []
         if agreements.num_told > self._num_told:
             self._num_told = agreements.num_told
-            at = _COLUMNS.index("at")
-            looks = [look for look in agreements.looks() if look[0][at] >= self._since]
+            looks = [look for look in agreements.looks() if look[0, _AT] >= self._since]
             first = next((look for look in looks if differ(look)), None)
-            rows += first or []
-            rows += looks[-1] if looks and looks[-1] is not first else []
-        values = np.array(rows, dtype=np.float64).reshape(-1, len(_COLUMNS))
+            parts += [] if first is None else [first]
+            parts += looks[-1:] if looks and looks[-1] is not first else []
+        values = np.concatenate([np.empty((0, len(_COLUMNS))), *parts])
         return {column: values[:, place] for place, column in enumerate(_COLUMNS)}

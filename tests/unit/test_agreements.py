@@ -110,8 +110,10 @@ def test_who_differs_in_what_and_since_when():
     first, newest = read(agreements)
     assert (first.step, newest.step) == (500, 2_900)
     assert first.differs == newest.differs == {0: (), 1: (1,), 2: ()}
-    (first, newest) = read(agreements, since=1_000)
-    assert (first.step, newest.step) == (2_200, 2_900)  # of those that are kept
+    for step in (2_931, *range(3_000, 5_000, 100)):  # the next run
+        looked(agreements, step, [1.0, 2.0], [1.0, 9.0], [1.0, 2.0])
+    assert [look.step for look in read(agreements, since=2_930)] == [2_931, 4_900]
+    assert [look.step for look in read(agreements)] == [500, 4_900]
 
 
 def test_of_two_that_differ_the_first_is_the_measure():
