@@ -8,8 +8,8 @@ PYTEST := $(PY) -m pytest
 # The pure modules (docs/architecture.md): the only ones with a coverage gate.
 PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/targets.py \
 	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
-	memories planned plans series state story tables view world) \
-	nbdist/train/sampling.py nbdist/views/facts.py nbdist/views/distances.py nbdist/views/holdings.py nbdist/views/lanes.py nbdist/views/palette.py nbdist/views/passages.py \
+	agreements memories planned plans series state story tables view world) \
+	nbdist/train/sampling.py nbdist/views/agreements.py nbdist/views/bars.py nbdist/views/facts.py nbdist/views/distances.py nbdist/views/holdings.py nbdist/views/lanes.py nbdist/views/palette.py nbdist/views/passages.py \
 	nbdist/views/playback.py nbdist/views/ticks.py nbdist/views/traffic.py \
 	nbdist/cli/progress.py nbdist/cli/verdicts.py
 

@@ -178,10 +178,10 @@ def bucket_done(op: Op, num_ranks: int, launched_ns: int, index: int, num_bytes:
     exchanged(op, Axis.DATA, num_ranks, num_bytes, launched_ns)
 
 
-def scalar(kind: Kind, value: float) -> None:
+def scalar(kind: Kind, value: float, *, ident: int = 0) -> None:
     """Something has this value now."""
     now_ns = _now_ns()
-    _put(kind, now_ns, now_ns, 0, value)
+    _put(kind, now_ns, now_ns, ident, value)
 
 
 def instant(kind: Kind, ident: int = 0) -> None:

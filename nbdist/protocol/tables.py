@@ -18,6 +18,7 @@ View = Literal[
     "traffic",
     "memory",
     "distance",
+    "agreement",
     "membership",
 ]
 """What may be subscribed to. World, run, incidents, evaluations and counters come with all."""
@@ -94,6 +95,16 @@ TABLES: dict[str, dict[str, str]] = {
     },
     "memory": {"at": "f8", "bytes": "f8", "slot": "f4", "kind": "f4"},
     "distance": {"at": "f8", "value": "f8", "slot": "f4", "kind": "f4"},
+    "agreement": {
+        "at": "f8",
+        "step": "f8",
+        "differs": "f8",
+        "blocks": "f4",
+        "stride": "f4",
+        "anchors": "f4",
+        "slot": "f4",
+        "generation": "f4",
+    },
     "seats": {"at": "f8", "slot": "f4", "rank": "f4", "state": "f4", "generation": "f4"},
     "phases": {"at": "f8", "phase": "f4", "generation": "f4", "world_size": "f4"},
 }
@@ -136,6 +147,13 @@ that by tensors, 51 what the GPU has. Of 48, 49 and 51 only changes have rows.
 distance: how far ranks were apart at `at`. kind: a number of `telemetry.Kind`: 52 at a parameter
 server, whose slot it is, one update's staleness; 53 how far the slot's parameters had drifted.
 
+agreement: what a slot's replica was like when it was looked at. Rows with the same `at` are one
+look; those of the first one that found a difference, and of the newest. step: committed steps.
+differs: a bit for each block, from the lowest: it is another than most slots have, or, where none
+has most, than the lowest slot has. blocks: how many. stride: one value in so many was looked at.
+anchors: 1 where slots train apart: it is what they came to at the last outer step. A frame that has
+rows has all there are: they stand for those of earlier ones.
+
 seats: from `at` on, a slot has this state, a place in `STATES`, and this rank (-1: none).
 
 phases: from `at` on, the world has this phase, a place in `PHASES`, and so many members.
@@ -156,6 +174,7 @@ TABLES_OF: dict[View, tuple[str, ...]] = {
     "traffic": ("traffic",),
     "memory": ("memory", "phases"),
     "distance": ("distance",),
+    "agreement": ("agreement",),
     "membership": ("seats", "phases"),
 }
 """View -> the tables that it is sent."""

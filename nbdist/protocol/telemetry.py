@@ -96,6 +96,9 @@ class Kind(IntEnum):
     DRIFT = 53
     """Scalar: how far a rank's parameters were from the mean of all at an outer step, as a share of
     the length of those that all had begun with."""
+    DIGEST = 55
+    """Scalar: digest of one block of what replicas should have alike, of so many bits as it holds
+    exactly; `ident`: which block, as `protocol.looks` packs it. `step`: committed steps."""
 
     STEP_BROKEN = 60
     """Instant: this attempt at the step was given up."""

@@ -18,6 +18,7 @@ from nbdist.protocol import frames as fr
 from nbdist.protocol import tables as tb
 from nbdist.protocol.story import is_known
 from nbdist.protocol.thinning import thin
+from nbdist.supervisor.agreements import AgreementReader
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DETAILS, DetailReader
 from nbdist.supervisor.memories import DistanceReader, MemoryReader
@@ -26,12 +27,13 @@ from nbdist.supervisor.planned import PlanReader
 from nbdist.supervisor.view import view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nbdist.protocol.events import Incident
     from nbdist.supervisor.changes import Changes
     from nbdist.supervisor.collector import Collector
     from nbdist.supervisor.run import Run
+    from nbdist.supervisor.series import Series
     from nbdist.supervisor.state import Machine
 
 IDLE_PERIOD_S = 1.0
@@ -112,7 +114,7 @@ class Packer:
         self._num_evaluations = self._num_seats = self._num_phases = 0
         self._attempts, self._details = Reader(since), DetailReader(since)
         self._plans, self._memories = PlanReader(since), MemoryReader(since)
-        self._distances = DistanceReader(since)
+        self._distances, self._agreements = DistanceReader(since), AgreementReader(since)
         self._since = since
         self._told: dict[int, Incident] = {}
         self._num_before = self._incidents_before()
@@ -166,12 +168,8 @@ class Packer:
             until = now if is_live else now + 1.0
             details = self._details.read(series, until, room.details, with_worst=not is_live)
             tables |= {name: [table] for name, table in details.items() if name in self._wanted}
-        if self.run is not None and "plans" in self._wanted:
-            tables["plans"] = [self._plans.read(series)]
-        if self.run is not None and "memory" in self._wanted:
-            tables["memory"] = self._memories.read(series)
-        if self.run is not None and "distance" in self._wanted:
-            tables["distance"] = self._distances.read(series)
+        if self.run is not None:
+            tables |= self._told_of(series)
         if "seats" in self._wanted:
             tables["seats"] = [changes.seats.since(self._num_seats, room.changes)]
             self._num_seats = changes.seats.num
@@ -179,6 +177,16 @@ class Packer:
             tables["phases"] = [changes.phases.since(self._num_phases, room.changes)]
             self._num_phases = changes.phases.num
         return tables
+
+    def _told_of(self, series: Series) -> dict[str, list[tb.Table]]:
+        """What is new of those tables whose readers know themselves how far they have come."""
+        readers: dict[str, Callable[[], list[tb.Table]]] = {
+            "plans": lambda: [self._plans.read(series)],
+            "memory": lambda: self._memories.read(series),
+            "distance": lambda: self._distances.read(series),
+            "agreement": lambda: [self._agreements.read(series.agreements)],
+        }
+        return {name: read() for name, read in readers.items() if name in self._wanted}
 
     def _rows(self, run: Run) -> tb.Table:
         progress = run.progress

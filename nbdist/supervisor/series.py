@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbdist.protocol.telemetry import RECORD, SERIES, SPANS, Kind
+from nbdist.supervisor.agreements import Agreements
 from nbdist.supervisor.history import POINT, Budget, History
 from nbdist.supervisor.plans import Plans
 from nbdist.supervisor.timeline import Timelines
@@ -37,6 +38,8 @@ class Series:
         self._histories: dict[tuple[Slot, Kind], History] = {}
         self._timelines: dict[Slot, Timelines] = {}
         self._plans: dict[Slot, Plans] = {}
+        self.agreements = Agreements(self._budget)
+        """What looks at replicas found."""
         self._waiting: dict[Slot, list[NDArray[np.void]]] = {}
         """What came since the series were last brought up to date: many records cost little more
         than few."""
@@ -51,9 +54,10 @@ class Series:
 
     @property
     def num_left_out(self) -> int:
-        """Records of timelines and plans that had no room."""
+        """Records of timelines, plans and looks that had no room."""
         timelines, plans = self._timelines.values(), self._plans.values()
-        return sum(t.num_left_out for t in timelines) + sum(p.num_left_out for p in plans)
+        num = sum(t.num_left_out for t in timelines) + sum(p.num_left_out for p in plans)
+        return num + self.agreements.num_left_out
 
     @property
     def slots(self) -> list[Slot]:
@@ -67,6 +71,7 @@ class Series:
             self._plans[slot] = Plans(self._budget)
             room = MAX_WAITING * RECORD.itemsize
             self._waiting_room[slot] = MAX_WAITING if self._budget.take(room) else 0
+        self.agreements.add(slot, records)  # at once: all slots' are put together
         waiting = self._waiting.setdefault(slot, [])
         waiting.append(records)
         if sum(map(len, waiting)) > self._waiting_room[slot]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbdist.protocol.tables import PHASES, STATES, TABLES, num_rows
+from nbdist.supervisor.agreements import AgreementReader
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DetailReader
 from nbdist.supervisor.memories import DistanceReader, MemoryReader
@@ -37,6 +38,7 @@ def run_tables(series: Series, worlds: Sequence[World]) -> dict[str, Table]:
         "plans": PlanReader(0.0).read(series),
         "memory": _joined("memory", MemoryReader(0.0).read(series)),
         "distance": _joined("distance", DistanceReader(0.0).read(series)),
+        "agreement": AgreementReader(0.0).read(series.agreements),
         "seats": _table("seats", _seats(worlds)),
         "phases": _table("phases", _phases(worlds)),
     }

@@ -15,6 +15,7 @@ from nbdist.errors import WrongState, forget
 from nbdist.protocol.story import Evaluation
 from nbdist.protocol.telemetry import Kind
 from nbdist.train import snapshot
+from nbdist.train.agreement import Lookout
 from nbdist.train.desk import Desk
 from nbdist.train.memory import explained
 from nbdist.train.randomness import seed_all, seed_of
@@ -43,7 +44,7 @@ class Aside(NamedTuple):
 def walk(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
     """Steps, one after the other; None: stand, and wait for an order."""
     number = state.begin_walk()
-    patience = _Patience()
+    patience, lookout = _Patience(), Lookout()
     try:
         while not port.is_over:
             if port.go_until is None:
@@ -56,7 +57,7 @@ def walk(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
                 if _may_wait(state, port):
                     yield Aside()
                 continue
-            if not _is_ready(state, port):
+            if not _is_ready(state, port, lookout):
                 continue
             if state.step >= port.go_until or state.is_called:
                 state.is_called = False
@@ -176,7 +177,7 @@ def _is_due(state: State, port: RunPort) -> bool:
     )
 
 
-def _is_ready(state: State, port: RunPort) -> bool:
+def _is_ready(state: State, port: RunPort, lookout: Lookout) -> bool:
     """Do what comes before a step; False where the group broke in it."""
     emit.begin_step(state.step, port.generation, attempt=state.attempt)
     try:
@@ -186,6 +187,7 @@ def _is_ready(state: State, port: RunPort) -> bool:
         if state.exchange.settle(Desk(state, port)):
             state.buffers.keep_all()
         state.settled_in = port.generation
+        lookout.look(state, port)
         if _is_due(state, port):
             port.begin_step(state.step, patient=True)
             _evaluate(state, port)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import checkpoints
 from nbdist.engine import runs
 from nbdist.errors import WrongState
-from nbdist.train import checkpoint, loop, resume, snapshot
+from nbdist.train import agreement, checkpoint, loop, resume, snapshot
 from nbdist.train.memory import explained, make_room, note
 from nbdist.train.ports import Rows, SoloPort
 from nbdist.train.recipe import Precision, Recipe
@@ -191,6 +191,15 @@ class Trainer:
         exchange = self._state.exchange
         late = exchange.late if isinstance(exchange, Service) else {}
         return {name: late[name] for name in ("applied", "dropped") if late.get(name)}
+
+    @property
+    def blocks(self) -> list[str]:
+        """What the view "agreement" calls block 0, block 1 …, by the model's names.
+
+        Where each rank holds something of its own there are none, and at first where ranks train
+        apart.
+        """
+        return list(agreement.blocks(agreement.alike(self._state)))
 
     @property
     def history(self) -> dict[str, NDArray[Any]]:

@@ -39,6 +39,7 @@ MODULES = (
     "traffic",
     "memory",
     "distance",
+    "agreement",
     "overview",
     "ranks",
     "membership",

@@ -17,13 +17,14 @@ import numpy as np
 from nbdist.views import palette
 from nbdist.views.facts import lonely, place, throughput
 from nbdist.views.figures import check_name, figure, text_of
-from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
+from nbdist.views.lanes import LANE_NAMES, lanes
 from nbdist.views.ticks import tick_text, ticks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbdist.protocol.story import RunStory
+    from nbdist.views.bars import Lanes
 
 __all__ = ["Chart"]
 
@@ -45,7 +46,7 @@ class Chart:
     Args:
         story: the run.
         name: "loss", "throughput", "world", "sync", "pipeline", "traffic", "memory",
-            "distance", "membership".
+            "distance", "agreement", "membership".
 
     Raises:
         ValueError: there is no chart of that name.
@@ -142,7 +143,8 @@ def _lanes(shown: Lanes) -> list[str]:
     for bar in shown.bars:
         left, width = x(bar.began), max(0.5, x(bar.ended) - x(bar.began))
         y, deep = _TOP + _LANE * (bar.lane + bar.top), _LANE * (bar.bottom - bar.top)
-        told = escape(f"{bar.what}: {bar.ended - bar.began:.2f} {shown.unit.split()[0]}")
+        size = f": {bar.ended - bar.began:.2f} {shown.unit.split()[0]}" if shown.is_measured else ""
+        told = escape(bar.what + size)
         lines.append(
             f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{deep:.1f}" '
             f'fill="{bar.colour}"><title>{told}</title></rect>'

@@ -22,13 +22,14 @@ from bokeh.plotting import figure as bokeh_figure
 
 from nbdist.views import palette
 from nbdist.views.facts import describe, lonely, place, throughput
-from nbdist.views.lanes import LANE_NAMES, Lanes, lanes
+from nbdist.views.lanes import LANE_NAMES, lanes
 from nbdist.views.live_figures import LOSS_FORMAT, LOSS_TIP, mark_steps, quads, tick_steps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbdist.protocol.story import RunStory
+    from nbdist.views.bars import Lanes
 
 NAMES = ("loss", "throughput", "world", *LANE_NAMES)
 """The first ones over steps, which every run has."""
@@ -89,7 +90,9 @@ def _lanes(shown: Lanes) -> bokeh_figure:
         "takes": [bar.ended - bar.began for bar in shown.bars],
     }
     bars = quads(chart, ColumnDataSource(columns))
-    tips = [("", "@what"), ("takes", f"@takes{{0.00}} {shown.unit.split()[0]}")]
+    tips = [("", "@what")]
+    if shown.is_measured:
+        tips.append(("takes", f"@takes{{0.00}} {shown.unit.split()[0]}"))
     chart.add_tools(HoverTool(renderers=[bars], tooltips=tips))
     ticks = [place + 0.5 for place in range(num)]
     chart.yaxis.ticker = FixedTicker(ticks=ticks)

@@ -5,14 +5,14 @@ For charts that are made from a story; the live views have their own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nbdist.protocol.tables import STATES
 from nbdist.protocol.telemetry import Kind
-from nbdist.views import distances, holdings, palette, traffic
+from nbdist.views import agreements, distances, holdings, palette, traffic
+from nbdist.views.bars import Bar, Lanes
 from nbdist.views.facts import counted, silences
 from nbdist.views.passages import COLOURS, NAMES, PALE_COLOURS, WAIT_COLOUR, newest_passage
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.story import RunStory
     from nbdist.protocol.tables import Table
 
-LANE_NAMES = ("sync", "pipeline", "traffic", "memory", "distance", "membership")
+LANE_NAMES = ("sync", "pipeline", "traffic", "memory", "distance", "agreement", "membership")
 """Charts of lanes; each is drawn where the story has what it needs, and else says why not."""
 MAX_LANES = 16
 
@@ -38,34 +38,6 @@ _SPANS = {
 }
 _UPPER, _LOWER, _WHOLE = (0.08, 0.48), (0.52, 0.92), (0.15, 0.85)
 _PASSED, _PLANNED = (0.08, 0.58), (0.64, 0.92)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """Something that lasted."""
-
-    lane: int
-    top: float
-    """From the lane's upper edge, as a share of its height."""
-    bottom: float
-    began: float
-    ended: float
-    colour: str
-    what: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lanes:
-    """A chart of them."""
-
-    unit: str
-    """Of the times."""
-    sentence: str
-    """What it shows, or why it shows nothing."""
-    names: tuple[str, ...] = ()
-    bars: list[Bar] = field(default_factory=list)
-    keys: tuple[tuple[str, str], ...] = ()
-    """Colour and what it stands for, where slots have not their own."""
 
 
 def lanes(story: RunStory, name: str) -> Lanes:
@@ -314,6 +286,10 @@ def _distance(story: RunStory) -> Lanes:
     )
 
 
+def _agreement(story: RunStory) -> Lanes:
+    return agreements.drawn(agreements.looks(story.tables), MAX_LANES)
+
+
 def _unit_of(num_bytes: float) -> tuple[str, float]:
     """A unit for values up to this, and how many bytes it has."""
     return ("MiB", 2.0**20) if num_bytes >= 2**20 else ("KiB", 1024.0)
@@ -389,5 +365,6 @@ _MAKERS = {
     "traffic": _traffic,
     "memory": _memory,
     "distance": _distance,
+    "agreement": _agreement,
     "membership": _membership,
 }

@@ -44,6 +44,7 @@ def live_figures() -> dict[str, bokeh_figure]:
         "memory": _lengths(),
         "growth": _growth(),
         "distance": _lengths(),
+        "agreement": _agreement(),
         "membership": _membership(),
         "incidents": _incidents(),
     }
@@ -219,6 +220,14 @@ def _lengths() -> bokeh_figure:
     tips = [("slot", "@slot"), ("", "@what"), ("", "@size"), ("", "@detail")]
     chart.add_tools(HoverTool(renderers=[bars], tooltips=tips))
     _lanes(chart)
+    return chart
+
+
+def _agreement() -> bokeh_figure:
+    """Cells, each with a letter."""
+    chart = _lengths()
+    tick_steps(chart)  # half a block is none, either
+    _letters(chart)
     return chart
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+from agreeing import BLOCKS, WHAT, WHO, AgreeingRun
 from bare import VIEW
 from distant import DriftingRun, ServedRun
 from piped import PipedRun
 from synthetic import SyntheticRun
 
 from nbdist.protocol.frames import unpack
-from nbdist.views import distances
+from nbdist.views import agreements, distances
 from nbdist.views.traffic import flows, sentence
 
 pytestmark = pytest.mark.timeout(120)
@@ -91,14 +92,39 @@ def test_how_far_ranks_are_apart_is_told_as_python_tells_it(bare, run, num_bars)
     assert page.errors == []
 
 
-def test_ranks_that_are_not_apart_have_no_such_panel(bare):
+def test_whether_replicas_are_identical_is_told_as_python_tells_it(bare):
+    """The same sentence as each frame comes, a cell for each block of each slot, a table, a
+    picture; the look that found the first difference stays."""
+    page, run = bare(views=("agreement", "memory")), AgreeingRun(length_s=16.0)
+    page.show(run.frame(3.0))
+    assert "identical, bit for bit" in said(page, "agreement")
+    frame = run.frame(15.0)
+    page.show(frame)
+    looks = agreements.looks(unpack(frame)[1])
+    assert said(page, "agreement") == agreements.sentence(looks)
+    hatches = column(page, "agreement", 0, "lengths", "hatch")
+    assert [place for place, hatch in enumerate(hatches) if hatch != " "] == [WHO * BLOCKS + WHAT]
+    assert column(page, "agreement", 0, "letters", "letter").count("✗") == 1
+    rows = table(page, "agreement")
+    assert rows[WHO] == [f"{WHO}", f"{WHAT}", f"{WHAT}"]
+    assert rows[0] == ["0", "none", "none"]
+    with page.page.expect_download() as saved:
+        panel(page, "agreement").locator("button", has_text="PNG").click()
+    assert saved.value.suggested_filename == "nbdist-agreement.png"
+    assert page.errors == []
+
+
+@pytest.mark.parametrize(
+    ("view", "words"), [("distance", "Nothing is known"), ("agreement", "No two replicas")]
+)
+def test_where_ranks_do_not_compare_there_is_no_such_panel(bare, view, words):
     """But where it alone is wanted: then it says so."""
-    page = bare(views=("distance", "memory"))
+    page = bare(views=(view, "memory"))
     page.show(SyntheticRun().frame(5.0))
-    assert panel(page, "distance").is_hidden()
-    page = bare(views=("distance",))
+    assert panel(page, view).is_hidden()
+    page = bare(views=(view,))
     page.show(SyntheticRun().frame(5.0))
-    assert "Nothing is known" in panel(page, "distance").inner_text()
+    assert words in panel(page, view).inner_text()
 
 
 def test_before_anything_is_told_they_say_so(bare):

@@ -72,8 +72,8 @@ def test_whatever_comes_is_a_batch_or_a_batch_error(data):
 
 
 def test_every_kind_is_drawn_somewhere():
-    """As a series, within a step, as a mark or as a plan; names are unique and say their unit."""
-    assert set(Kind) == set(SERIES) | TIMELINE | {Kind.STEP_BROKEN, Kind.PLANNED}
+    """As a series, within a step, as a mark, a plan or a look; names say their unit."""
+    assert set(Kind) == set(SERIES) | TIMELINE | {Kind.STEP_BROKEN, Kind.PLANNED, Kind.DIGEST}
     assert len(set(SERIES.values())) == len(SERIES)
     assert all(SERIES[kind].endswith("_s") for kind in SPANS)
     assert all(kind <= np.iinfo(np.uint16).max for kind in Kind)

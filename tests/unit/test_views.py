@@ -16,6 +16,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from agreeing import AgreeingRun
 from bokeh.models import Scatter
 from distant import DriftingRun
 from msgspec import structs
@@ -375,6 +376,7 @@ def test_lanes_are_drawn_by_bokeh_too(name):
     made = {
         "pipeline": lambda: PipedRun(length_s=4.0),
         "distance": lambda: DriftingRun(length_s=9.0),
+        "agreement": lambda: AgreeingRun(length_s=9.0),
     }
     story = synthetic_story(made[name]() if name in made else None)
     chart, shown = figure(story, name), lanes(story, name)

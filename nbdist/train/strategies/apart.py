@@ -119,6 +119,16 @@ class Apart(OfWhole):
 
     # ---- outer steps
 
+    def agreed(self) -> list[tuple[str, Tensor]]:
+        """What all ranks have alike since the last outer step, by its name; at first nothing."""
+        anchors = {
+            id(parameter): anchor
+            for fragment in self._fragments
+            for parameter, anchor in zip(fragment.parameters, fragment.anchors, strict=False)
+        }
+        named = self._module.named_parameters()
+        return [(name, anchors[id(own)]) for name, own in named if id(own) in anchors]
+
     def _let_go(self) -> None:
         """Nothing is on its way any more."""
         if self._flight is not None:

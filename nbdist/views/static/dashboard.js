@@ -1,5 +1,6 @@
 // All views of one dashboard: lays them out, feeds them, draws what is seen.
 
+import { Agreement } from "./agreement.js";
 import { Look } from "./charts.js";
 import { element, number } from "./format.js";
 import { Distance } from "./distance.js";
@@ -22,6 +23,7 @@ const PANELS = /** @type {const} */ ({
   traffic: Traffic,
   memory: Memory,
   distance: Distance,
+  agreement: Agreement,
   membership: Membership,
 });
 const LAST_VALUES = "These are the last values.";
@@ -60,12 +62,14 @@ class Dashboard {
 
   /**
    * Gradient sync is no business of a pipeline's, nor the other way round, where both are wanted. Where ranks
-   * are not apart, and more is wanted, nothing is said of it.
+   * are not apart, or no replicas were compared, and more is wanted, nothing is said of it.
    */
   choose() {
     const one = (/** @type {string} */ name) => this.panels.find((panel) => panel.name === name);
-    const distance = one("distance");
-    if (distance && this.panels.length > 1) distance.root.hidden = !this.store.distance.length;
+    for (const name of /** @type {const} */ (["distance", "agreement"])) {
+      const panel = one(name);
+      if (panel && this.panels.length > 1) panel.root.hidden = !this.store[name].length;
+    }
     const [sync, pipeline] = [one("sync"), one("pipeline")];
     if (!sync || !pipeline) return;
     sync.root.hidden = this.store.isPipeline;

@@ -109,6 +109,7 @@ export class Store {
     this.traffic = new Table(MAX_DETAILS);
     this.memory = new Table(MAX_MEMORY);
     this.distance = new Table(MAX_MEMORY);
+    this.agreement = new Table(MAX_MEMORY);
     this.seats = new Table(MAX_ROWS);
     this.phases = new Table(MAX_ROWS);
     /** @type {Map<number, import("./types").Incident>} */ this.incidents = new Map();
@@ -128,8 +129,9 @@ export class Store {
     for (const { number, incident } of header.incidents) this.incidents.set(number, incident);
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
+    if (tables.agreement) this.agreement.cut(0); // a frame has all that there are, or none
     this.takeSteps(byTime(tables.steps), header.thinned.includes("steps"));
-    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "traffic", "memory", "distance", "seats", "phases"])) {
+    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "traffic", "memory", "distance", "agreement", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
   }
