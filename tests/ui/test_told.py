@@ -325,8 +325,9 @@ PROCESSES = """() => {
   const [statusChanged, kernelChanged, iopubMessage] = [signal(), signal(), signal()];
   const sessionContext = { statusChanged, kernelChanged, iopubMessage };
   window.model.widget_manager = { context: { sessionContext } };
-  window.say = (msg_type, session) => {
-    for (const act of iopubMessage.slots) act(null, { header: { msg_type, session } });
+  window.say = (msg_type, session, execution_state) => {
+    const message = { header: { msg_type, session }, content: { execution_state } };
+    for (const act of iopubMessage.slots) act(null, message);
   };
   window.closeView();
   window.view();
@@ -339,10 +340,11 @@ def test_a_kernel_that_somebody_else_restarts_is_lost(bare, run):
     page = bare()
     page.page.evaluate(PROCESSES)
     page.show(run.frame(NOW))
-    for kind, process in (("comm_msg", "a"), ("status", "server"), ("execute_input", "a")):
-        page.page.evaluate("([kind, process]) => say(kind, process)", [kind, process])
+    said = [("comm_msg", "a", ""), ("status", "server", "restarting"), ("stream", "server", "")]
+    for words in (*said, ("status", "a", "idle")):
+        page.page.evaluate("(words) => say(...words)", words)
     assert chip(page) == "running · the group is whole"
-    page.page.evaluate("() => say('comm_msg', 'b')")
+    page.page.evaluate("() => say('status', 'b', 'busy')")
     assert chip(page) == "the kernel was restarted"
     assert page.page.locator(".nbdist-ranks button:enabled").count() == 0
     status = page.page.locator(".nbdist > [role=status]").inner_text()

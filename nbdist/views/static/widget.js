@@ -33,12 +33,13 @@ const ANSWER_LIMIT_MS = 300;
 const FREEZE_LIMIT_MS = 4000;
 
 /**
- * Which process of a kernel a message is of; "" where it does not say: what the server itself says in a kernel's name
- * has a name of its own.
+ * Which process of a kernel a message is of; "" where it does not say: what the server itself says in a kernel's name,
+ * that it restarts or is dead, has a name of its own.
  * @param {any} message
  */
-function processOf({ header }) {
-  return ["comm_msg", "execute_input"].includes(header?.msg_type) ? header.session : "";
+function processOf({ header, content }) {
+  const isOwn = header.msg_type === "comm_msg" || ["busy", "idle"].includes(content?.execution_state);
+  return isOwn ? header.session : "";
 }
 
 /** @param {number} limit_ms @returns {Promise<null>} */
