@@ -10,7 +10,7 @@ PURE := nbdist/errors.py nbdist/config.py nbdist/protocol/*.py nbdist/frontend/t
 	$(patsubst %,nbdist/supervisor/%.py,gate handover hang instructions phase policy roster seats \
 	agreements memories planned plans series state story tables view world) \
 	nbdist/train/sampling.py nbdist/views/agreements.py nbdist/views/bars.py nbdist/views/facts.py nbdist/views/distances.py nbdist/views/holdings.py nbdist/views/lanes.py nbdist/views/palette.py nbdist/views/passages.py \
-	nbdist/views/playback.py nbdist/views/ticks.py nbdist/views/traffic.py \
+	nbdist/views/playback.py nbdist/views/sent.py nbdist/views/ticks.py nbdist/views/traffic.py \
 	nbdist/cli/progress.py nbdist/cli/verdicts.py
 
 # Installed once for this folder and these two files; any change of them installs again.

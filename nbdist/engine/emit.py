@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from nbdist.protocol.telemetry import PACKED, RECORD, Kind
-from nbdist.protocol.traffic import Axis, Op, packed
+from nbdist.protocol.traffic import SHARES, Axis, Op, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,13 +26,17 @@ __all__ = [
     "RING",
     "Drained",
     "Ring",
+    "Sum",
+    "begin_sent",
     "begin_step",
     "bucket_done",
     "exchange",
     "exchanged",
     "instant",
     "scalar",
+    "sent",
     "span",
+    "tell_sent",
 ]
 
 NUM_RECORDS = 4096
@@ -144,11 +149,54 @@ class Ring:
         self._num_dropped += num_records
 
 
+class Sum:
+    """Something that any thread adds to, and one reads."""
+
+    def __init__(self) -> None:
+        self._new: deque[float] = deque()
+        self._total = 0.0
+        self.is_new = True
+        """Nothing of it was told since it began."""
+        self.add = self._new.append
+        """(value): so much more; from any thread, without a lock."""
+
+    def begin(self) -> None:
+        """Count from 0 on."""
+        self._new.clear()
+        self._total, self.is_new = 0.0, True
+
+    def total(self) -> float:
+        """Of all that was added since it began."""
+        for _ in range(len(self._new)):
+            self._total += self._new.popleft()
+        return self._total
+
+
 RING = Ring()
 """The ring of this process."""
+_SENT = Sum()
 
 begin_step = RING.begin_step
+begin_sent = _SENT.begin
+"""This rank begins with a run: what it sends is counted from now on."""
+sent = _SENT.add
+"""(bytes): this rank has to send so much more."""
 _put = RING.put
+
+
+def tell_sent() -> None:
+    """What this rank has had to send so far; of one that has nobody to send to nothing is told.
+
+    Before the first time a 0 says that it has begun: what is told next may be as much as an engine
+    in its place had told last.
+    """
+    total = _SENT.total()
+    if not total:
+        return
+    if _SENT.is_new:
+        scalar(Kind.SENT, 0.0)
+        _SENT.is_new = False
+    scalar(Kind.SENT, total)
 
 
 def span(kind: Kind, t0_ns: int, t1_ns: int, *, ident: int = 0, value: float = 0.0) -> None:
@@ -170,6 +218,7 @@ def exchange(op: Op, axis: Axis, num_ranks: int, num_bytes: int) -> Iterator[Non
 def exchanged(op: Op, axis: Axis, num_ranks: int, num_bytes: int, began_ns: int) -> None:
     """The same, where it does not end in the thread that began it."""
     _put(Kind.COLLECTIVE, began_ns, _now_ns(), packed(op, axis, num_ranks), num_bytes)
+    sent(num_bytes * SHARES[op][1](num_ranks))
 
 
 def bucket_done(op: Op, num_ranks: int, launched_ns: int, index: int, num_bytes: int) -> None:

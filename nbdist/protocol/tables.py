@@ -16,6 +16,7 @@ View = Literal[
     "sync",
     "pipeline",
     "traffic",
+    "bytes",
     "memory",
     "distance",
     "agreement",
@@ -93,6 +94,7 @@ TABLES: dict[str, dict[str, str]] = {
         "ranks": "f4",
         "calls": "f4",
     },
+    "sent": {"step": "f8", "at": "f8", "sent_bytes": "f8", "slot": "f4"},
     "memory": {"at": "f8", "bytes": "f8", "slot": "f4", "kind": "f4"},
     "distance": {"at": "f8", "value": "f8", "slot": "f4", "kind": "f4"},
     "agreement": {
@@ -140,6 +142,9 @@ ranks: as in `protocol.traffic`. calls: how many. payload_bytes: handed over, al
 sent_bytes: what it had to send for them at least. seconds: in which at least one went on, waiting
 for others included; NaN: not known.
 
+sent: what a slot had to send since the run began, until the end of an attempt at `step`; whatever
+engine was in it, and whether the attempt was broken or not.
+
 memory: what a slot's engine held at `at`, about once a second. kind: a number of `telemetry.Kind`:
 45 resident, 48 the most that was so far, 49 what it can have; 46 held by torch on its GPU, 50 of
 that by tensors, 51 what the GPU has. Of 48, 49 and 51 only changes have rows.
@@ -159,9 +164,8 @@ seats: from `at` on, a slot has this state, a place in `STATES`, and this rank (
 phases: from `at` on, the world has this phase, a place in `PHASES`, and so many members.
 
 buckets, spans and traffic hold the last steps only, each whole over all slots, and no more of them
-than have room: they are a sample. rows, steps, memory and distance are thinned out where they are
-many, the last one evenly;
-a frame's `thinned` names them.
+than have room: they are a sample. rows, steps, sent, memory and distance are thinned out where they
+are many, sent and distance evenly; a frame's `thinned` names them.
 """
 
 TABLES_OF: dict[View, tuple[str, ...]] = {
@@ -172,6 +176,7 @@ TABLES_OF: dict[View, tuple[str, ...]] = {
     "sync": ("steps", "buckets", "spans"),
     "pipeline": ("spans", "plans"),
     "traffic": ("traffic",),
+    "bytes": ("rows", "sent"),
     "memory": ("memory", "phases"),
     "distance": ("distance",),
     "agreement": ("agreement",),

@@ -96,6 +96,9 @@ class Kind(IntEnum):
     DRIFT = 53
     """Scalar: how far a rank's parameters were from the mean of all at an outer step, as a share of
     the length of those that all had begun with."""
+    SENT = 54
+    """Scalar: bytes that this rank has had to send since it began with the run, at the end of an
+    attempt; 0: it begins. Of a payload so much has to be sent as `protocol.traffic` reckons."""
     DIGEST = 55
     """Scalar: digest of one block of what replicas should have alike, of so many bits as it holds
     exactly; `ident`: which block, as `protocol.looks` packs it. `step`: committed steps."""
@@ -133,6 +136,7 @@ SERIES = {
     Kind.MEMORY_DEVICE_LIMIT: "memory_device_limit_bytes",
     Kind.STALENESS: "staleness",
     Kind.DRIFT: "drift",
+    Kind.SENT: "sent_bytes",
 }
 """Kinds of which a series over time is kept: of spans their duration, of scalars their value."""
 

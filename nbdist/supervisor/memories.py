@@ -1,4 +1,4 @@
-"""What engines held in memory and how far they were apart, from their series, as tables. Pure."""
+"""What engines held, sent, and how far they were apart, from their series, as tables. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from nbdist.protocol.telemetry import Kind
 from nbdist.supervisor.history import POINT
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from nbdist.protocol.ids import Slot
     from nbdist.protocol.tables import Table
+    from nbdist.supervisor.history import History
     from nbdist.supervisor.series import Series
 
 _STEADY = (Kind.MEMORY_PEAK, Kind.MEMORY_LIMIT, Kind.MEMORY_DEVICE_LIMIT)
@@ -72,3 +75,56 @@ class DistanceReader(PointReader):
 
     def __init__(self, since: float) -> None:
         super().__init__(since, (Kind.STALENESS, Kind.DRIFT), "value")
+
+
+class SentReader:
+    """How far somebody has read what slots have sent.
+
+    An engine tells what it has sent since it began with the run; another one in its place begins
+    again. Here they are added up.
+
+    Args:
+        since: what was told before is not looked at.
+    """
+
+    def __init__(self, since: float) -> None:
+        self._since = since
+        self._marks: dict[Slot, int] = {}
+        """Points that were read already, of those that were ever taken in."""
+        self._known: dict[Slot, tuple[float, float]] = {}
+        """What a slot's engine told last, and what that makes with those before it."""
+
+    def read(self, series: Series) -> list[Table]:
+        """What is new: a part for each slot."""
+        parts = [self._part(series, slot) for slot in series.slots]
+        return [part for part in parts if len(part["at"])]
+
+    def _part(self, series: Series, slot: Slot) -> Table:
+        told = _NO_POINTS
+        history = series.history(slot, Kind.SENT)
+        if history is not None:
+            told = history.since(self._marks.get(slot, 0))
+            if slot not in self._marks:
+                told = np.concatenate([_ends(history), told], dtype=POINT)
+            told = told[told["at"] >= self._since]
+            self._marks[slot] = history.num_added
+        last, total = self._known.get(slot, (0.0, 0.0))
+        values = told["value"]
+        rises = np.diff(values, prepend=last)
+        totals = total + np.cumsum(np.where(rises < 0, values, rises))
+        if len(told):
+            self._known[slot] = float(values[-1]), float(totals[-1])
+        # That somebody begins is no news of a step.
+        told, totals = told[values > 0], totals[values > 0]
+        slots = np.full(len(told), slot)
+        return {"step": told["step"], "at": told["at"], "sent_bytes": totals, "slot": slots}
+
+
+def _ends(history: History) -> NDArray[np.void]:
+    """What was told before those points that are kept whole: of each ten or more the most."""
+    summaries = history.summaries()
+    points = np.zeros(len(summaries), POINT)
+    points["value"] = summaries["high"]
+    for name in ("at", "step"):
+        points[name] = summaries[name]
+    return points

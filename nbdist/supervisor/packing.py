@@ -21,7 +21,7 @@ from nbdist.protocol.thinning import thin
 from nbdist.supervisor.agreements import AgreementReader
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DETAILS, DetailReader
-from nbdist.supervisor.memories import DistanceReader, MemoryReader
+from nbdist.supervisor.memories import DistanceReader, MemoryReader, SentReader
 from nbdist.supervisor.phase import Phase
 from nbdist.supervisor.planned import PlanReader
 from nbdist.supervisor.view import view_of
@@ -115,6 +115,7 @@ class Packer:
         self._attempts, self._details = Reader(since), DetailReader(since)
         self._plans, self._memories = PlanReader(since), MemoryReader(since)
         self._distances, self._agreements = DistanceReader(since), AgreementReader(since)
+        self._sent = SentReader(since)
         self._since = since
         self._told: dict[int, Incident] = {}
         self._num_before = self._incidents_before()
@@ -182,6 +183,7 @@ class Packer:
         """What is new of those tables whose readers know themselves how far they have come."""
         readers: dict[str, Callable[[], list[tb.Table]]] = {
             "plans": lambda: [self._plans.read(series)],
+            "sent": lambda: self._sent.read(series),
             "memory": lambda: self._memories.read(series),
             "distance": lambda: self._distances.read(series),
             "agreement": lambda: [self._agreements.read(series.agreements)],
@@ -203,7 +205,7 @@ class Packer:
         """One table of each name, thinned out to its room; which ones were."""
         fitted, thinned = {}, []
         most = {"rows": room.rows, "steps": room.steps, "memory": room.memory}
-        most["distance"] = room.memory
+        most["distance"] = most["sent"] = room.memory
         for name, parts in tables.items():
             kept = [part for part in parts if tb.num_rows(part)]
             num = sum(map(tb.num_rows, kept))

@@ -13,7 +13,7 @@ from nbdist.protocol.tables import PHASES, STATES, TABLES, num_rows
 from nbdist.supervisor.agreements import AgreementReader
 from nbdist.supervisor.attempts import Reader
 from nbdist.supervisor.details import DetailReader
-from nbdist.supervisor.memories import DistanceReader, MemoryReader
+from nbdist.supervisor.memories import DistanceReader, MemoryReader, SentReader
 from nbdist.supervisor.planned import PlanReader
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def run_tables(series: Series, worlds: Sequence[World]) -> dict[str, Table]:
         "steps": _joined("steps", _attempts(series)),
         **DetailReader(0.0).read(series, _FOR_EVER, MAX_DETAILS, with_worst=True),
         "plans": PlanReader(0.0).read(series),
+        "sent": _joined("sent", SentReader(0.0).read(series)),
         "memory": _joined("memory", MemoryReader(0.0).read(series)),
         "distance": _joined("distance", DistanceReader(0.0).read(series)),
         "agreement": AgreementReader(0.0).read(series.agreements),

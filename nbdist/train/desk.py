@@ -83,6 +83,7 @@ class Desk(snapshot.Whole):
         state.committed_at, state.is_warm = now, True
         num = len(state.sampling.batch(update.number))
         emit.span(Kind.OPTIMIZER, began_ns, perf_counter_ns())
+        emit.tell_sent()
         row = (update.number, loss, num, now - before, port.generation)
         return (*row, port.world_size, rate, now)
 

@@ -44,6 +44,7 @@ class Aside(NamedTuple):
 def walk(state: State, port: RunPort) -> Iterator[Step | Aside | None]:
     """Steps, one after the other; None: stand, and wait for an order."""
     number = state.begin_walk()
+    emit.begin_sent()
     patience, lookout = _Patience(), Lookout()
     try:
         while not port.is_over:

@@ -76,11 +76,13 @@ class Stamps:
         emit.span(Kind.STEP, self._began_ns, perf_counter_ns())
         emit.scalar(Kind.SAMPLES, samples)
         emit.scalar(Kind.LOSS, loss)
+        emit.tell_sent()
 
     def broken(self) -> None:
         """The attempt was given up."""
         emit.span(Kind.STEP, self._began_ns, perf_counter_ns())
         emit.instant(Kind.STEP_BROKEN)
+        emit.tell_sent()
 
     def _end(self, kind: Kind, ident: int = 0, end_ns: int | None = None) -> int:
         """A part ends, and the next begins; how long it lasted."""

@@ -37,6 +37,7 @@ MODULES = (
     "sync",
     "pipeline",
     "traffic",
+    "sent",
     "memory",
     "distance",
     "agreement",

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbdist.views import palette
+from nbdist.views import palette, sent
 from nbdist.views.facts import lonely, place, throughput
 from nbdist.views.figures import check_name, figure, text_of
-from nbdist.views.lanes import LANE_NAMES, lanes
+from nbdist.views.lanes import LANE_NAMES, lanes, unit_of
 from nbdist.views.ticks import tick_text, ticks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from nbdist.protocol.story import RunStory
@@ -36,16 +38,16 @@ _CHARACTER = 6.6
 _LINE_CHARACTERS = 92
 _MAX_POINTS = 600
 """Of a line; of a longer one, the least and the greatest of each stretch are drawn."""
-_UNITS = {"loss": "loss", "throughput": "samples/s", "world": "ranks"}
+_UNITS = {"loss": "loss", "throughput": "samples/s", "world": "ranks", "bytes": "loss"}
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart over a run's steps, which draws itself where a cell shows it.
+    """A chart of a run, which draws itself where a cell shows it.
 
     Args:
         story: the run.
-        name: "loss", "throughput", "world", "sync", "pipeline", "traffic", "memory",
+        name: "loss", "throughput", "world", "bytes", "sync", "pipeline", "traffic", "memory",
             "distance", "agreement", "membership".
 
     Raises:
@@ -73,7 +75,9 @@ class Chart:
         """The drawing, as the text of an SVG file."""
         if self.name in LANE_NAMES:
             return "\n".join(_lanes(lanes(self.story, self.name)))
-        return "\n".join(_drawing(self.story, self.name, self.text))
+        if self.name == "bytes":
+            return "\n".join(_over_bytes(self.story, self.text))
+        return "\n".join(_over_steps(self.story, self.name, self.text))
 
     def __repr__(self) -> str:
         return f"<chart: {self.text}>"
@@ -96,22 +100,40 @@ class _Scale:
         return self.begin + share * (self.end - self.begin)
 
 
-def _drawing(story: RunStory, name: str, text: str) -> list[str]:
+def _over_steps(story: RunStory, name: str, text: str) -> list[str]:
     """The lines of the SVG file."""
     lines = _head(text, f"{_UNITS[name]} over steps")
     steps, values = story.rows["step"].astype(float), _values(story, name)
-    known = np.flatnonzero(np.isfinite(values))
-    if len(known):
-        low = float(values[known].min()) if name == "loss" else 0.0
-        high = max(float(values[known].max()), low)
-        margin = 0.06 * (high - low) or 0.5
+    if np.isfinite(values).any():
         x = _Scale(steps[0], max(steps[-1], steps[0] + 1), _LEFT, _WIDTH - _RIGHT)
-        floor = low - margin if name == "loss" else 0.0
-        y = _Scale(floor, high + margin, _HEIGHT - _BOTTOM, _TOP)
-        lines += [*_axes(x, y), *_curve(steps, values, x, y), *_incidents(story, x)]
+        y = _upright(values, from_zero=name != "loss")
+        lines += [*_axes(x, y, least=1.0), *_curve(steps, values, x, y), *_incidents(story, x)]
     else:
         lines.append(f'<text x="{_LEFT}" y="{_HEIGHT / 2}">{escape(text)}</text>')
     return [*lines, "</svg>"]
+
+
+def _over_bytes(story: RunStory, text: str) -> list[str]:
+    """Likewise, of the loss over what was sent."""
+    shown = sent.curve(story)
+    if not np.isfinite(shown.losses).any():
+        return _said(text)
+    unit, scale = unit_of(shown.sent_bytes.max())
+    lines, gone = _head(text, f"loss over {unit} sent by all ranks"), shown.sent_bytes / scale
+    x = _Scale(0.0, float(gone[-1]) or 1.0, _LEFT, _WIDTH - _RIGHT)
+    y = _upright(shown.losses, from_zero=False)
+    lines += [*_axes(x, y), *_curve(gone, shown.losses, x, y)]
+    marks = _incidents(story, x, lambda step: shown.at(step) / scale)
+    return [*lines, *marks, "</svg>"]
+
+
+def _upright(values: NDArray[np.float64], *, from_zero: bool) -> _Scale:
+    """With some room around the values."""
+    known = values[np.isfinite(values)]
+    low = 0.0 if from_zero else float(known.min())
+    high = max(float(known.max()), low)
+    margin = 0.06 * (high - low) or 0.5
+    return _Scale(0.0 if from_zero else low - margin, high + margin, _HEIGHT - _BOTTOM, _TOP)
 
 
 def _head(text: str, title: str, height: int = _HEIGHT) -> list[str]:
@@ -125,14 +147,19 @@ def _head(text: str, title: str, height: int = _HEIGHT) -> list[str]:
     ]
 
 
+def _said(sentence: str) -> list[str]:
+    """Likewise, where there is nothing to draw."""
+    parts = textwrap.wrap(sentence, _LINE_CHARACTERS)
+    lines = _head(sentence, "", _TOP + 18 * len(parts))
+    for number, part in enumerate(parts):
+        lines.append(f'<text x="8" y="{_TOP + 18 * number}">{escape(part)}</text>')
+    return [*lines, "</svg>"]
+
+
 def _lanes(shown: Lanes) -> list[str]:
     """Likewise, with a lane for each slot; what a bar is is told where the mouse rests."""
     if not shown.bars:
-        parts = textwrap.wrap(shown.sentence, _LINE_CHARACTERS)
-        lines = _head(shown.sentence, "", _TOP + 18 * len(parts))
-        for number, part in enumerate(parts):
-            lines.append(f'<text x="8" y="{_TOP + 18 * number}">{escape(part)}</text>')
-        return [*lines, "</svg>"]
+        return _said(shown.sentence)
     height = _TOP + _LANE * len(shown.names) + _BOTTOM
     lines = _head(shown.sentence, shown.unit, height)
     end = max(bar.ended for bar in shown.bars)
@@ -171,14 +198,14 @@ def _values(story: RunStory, name: str) -> NDArray[np.float64]:
     return values.astype(float)
 
 
-def _axes(x: _Scale, y: _Scale) -> list[str]:
+def _axes(x: _Scale, y: _Scale, *, least: float = 0.0) -> list[str]:
     lines = []
     for tick in ticks(y.low, y.high):
         at = f"{y(tick):.1f}"
         lines.append(f'<path d="M{x.begin} {at}H{x.end}" stroke="{palette.FAINT}"/>')
         told = f'y="{at}" dy="4" text-anchor="end">{tick_text(tick)}</text>'
         lines.append(f'<text x="{_LEFT - 8}" {told}')
-    return lines + _ticks_below(x, _HEIGHT, least=1.0)
+    return lines + _ticks_below(x, _HEIGHT, least=least)
 
 
 def _ticks_below(x: _Scale, height: int, *, least: float = 0.0) -> list[str]:
@@ -225,13 +252,13 @@ def _picked(values: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.unique(picked)
 
 
-def _incidents(story: RunStory, x: _Scale) -> list[str]:
+def _incidents(story: RunStory, x: _Scale, place_of: Callable[[float], float] = float) -> list[str]:
     """A mark for each above the curve; what it was is told where the mouse rests."""
     lines = []
     for incident in story.incidents:
         step = place(incident, story.rows)
-        if step is not None and x.low <= step <= x.high:
-            at, slots = f"{x(step):.1f}", ", ".join(map(str, incident.slots))
+        if step is not None and x.low <= place_of(step) <= x.high:
+            at, slots = f"{x(place_of(step)):.1f}", ", ".join(map(str, incident.slots))
             told = escape(f"step {step}: slot {slots} {incident.kind} ({incident.cause})")
             lines.append(
                 f'<g><title>{told}</title><path d="M{at} {_TOP}V{_HEIGHT - _BOTTOM}" '

@@ -20,18 +20,20 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure as bokeh_figure
 
-from nbdist.views import palette
+from nbdist.views import palette, sent
 from nbdist.views.facts import describe, lonely, place, throughput
-from nbdist.views.lanes import LANE_NAMES, lanes
+from nbdist.views.lanes import LANE_NAMES, lanes, unit_of
 from nbdist.views.live_figures import LOSS_FORMAT, LOSS_TIP, mark_steps, quads, tick_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from nbdist.protocol.story import RunStory
     from nbdist.views.bars import Lanes
 
-NAMES = ("loss", "throughput", "world", *LANE_NAMES)
+NAMES = ("loss", "throughput", "world", "bytes", *LANE_NAMES)
 """The first ones over steps, which every run has."""
 
 MAX_POINTS = 4_000
@@ -54,6 +56,8 @@ def text_of(story: RunStory, name: str) -> str:
     """What a chart shows, in a sentence or two, or why it shows nothing."""
     if name in LANE_NAMES:
         return lanes(story, name).sentence
+    if name == "bytes":
+        return sent.sentence(sent.curve(story))
     return describe(story, name)
 
 
@@ -70,8 +74,8 @@ def figure(story: RunStory, name: str) -> bokeh_figure:
     check_name(name)
     if name in LANE_NAMES:
         return _lanes(lanes(story, name))
-    if name == "loss":
-        return _loss(story)
+    if name in ("loss", "bytes"):
+        return _loss(story) if name == "loss" else _bytes(story)
     return _throughput(story) if name == "throughput" else _world(story)
 
 
@@ -109,6 +113,27 @@ def _loss(story: RunStory) -> bokeh_figure:
         chart.yaxis.formatter = BasicTickFormatter()  # a small loss would be 0.00 in the other one
         _line_of_steps(chart, story, losses)
         _mark_incidents(chart, story, top)
+    return chart
+
+
+def _bytes(story: RunStory) -> bokeh_figure:
+    shown = sent.curve(story)
+    unit, scale = unit_of(shown.sent_bytes.max(initial=0.0))
+    chart = _empty("loss", f"{unit} sent by all ranks", sent.sentence(shown))
+    if len(shown.places):
+        picked = _thinned(shown.losses)
+        top = _set_y_range(chart, shown.losses, from_zero=False)
+        chart.yaxis.formatter = BasicTickFormatter()
+        columns = {
+            unit: shown.sent_bytes[picked] / scale,
+            "loss": shown.losses[picked],
+            "step": shown.steps[picked],
+            "ranks": story.rows["world_size"][shown.places[picked]],
+        }
+        source = ColumnDataSource(columns)
+        line = chart.line(unit, "loss", source=source, color=palette.TEXT, line_width=1.8)
+        chart.add_tools(_hover([line], ("loss", unit, "step", "ranks")))
+        _mark_incidents(chart, story, top, lambda step: shown.at(step) / scale)
     return chart
 
 
@@ -202,8 +227,17 @@ def _world(story: RunStory) -> bokeh_figure:
     return chart
 
 
-def _mark_incidents(chart: bokeh_figure, story: RunStory, y: float) -> None:
-    """A line and a numbered marker for each incident: shape by kind, colour by slot."""
+def _mark_incidents(
+    chart: bokeh_figure, story: RunStory, y: float, place_of: Callable[[float], float] = float
+) -> None:
+    """A line and a numbered marker for each incident: shape by kind, colour by slot.
+
+    Args:
+        chart: gets them.
+        story: the run.
+        y: where their numbers stand.
+        place_of: from a step to its place.
+    """
     columns: dict[str, list[Any]] = {
         key: [] for key in ("x", "y", "number", "what", "cause", "colour", "marker")
     }
@@ -212,7 +246,7 @@ def _mark_incidents(chart: bokeh_figure, story: RunStory, y: float) -> None:
         if x is None:
             continue
         slots = ", ".join(map(str, incident.slots))
-        columns["x"].append(x)
+        columns["x"].append(place_of(x))
         columns["y"].append(y)
         columns["number"].append(str(number))
         columns["what"].append(f"{incident.kind}: slot {slots}")
@@ -256,6 +290,7 @@ def _thinned(values: NDArray[Any]) -> NDArray[np.intp]:
 
 def _hover(renderers: list[Any], names: tuple[str, ...]) -> HoverTool:
     known = {"loss": LOSS_TIP, "ms": "@ms{0}"}
+    known |= {unit: f"@{unit}{{0,0.0}}" for unit in ("KiB", "MiB", "GiB")}
     tips = [(name, known.get(name, f"@{name}")) for name in names]
     return HoverTool(renderers=renderers, tooltips=tips, mode="vline", formatters=LOSS_FORMAT)
 

@@ -199,7 +199,7 @@ def _traffic(story: RunStory) -> Lanes:
     shown = traffic.flows(story.tables)
     slots = sorted({flow.slot for flow in shown})[:MAX_LANES]
     most = max((flow.sent_bytes for flow in shown), default=0.0)
-    unit, scale = _unit_of(most)
+    unit, scale = unit_of(most)
     bars, ends = list[Bar](), dict.fromkeys(slots, 0.0)
     for flow in shown:
         if flow.slot in ends and flow.sent_bytes:
@@ -228,7 +228,7 @@ def _traffic(story: RunStory) -> Lanes:
 
 def _memory(story: RunStory) -> Lanes:
     shown = holdings.holdings(story.tables)
-    unit, scale = _unit_of(max((holding.now for holding in shown), default=0.0))
+    unit, scale = unit_of(max((holding.now for holding in shown), default=0.0))
     slots = [holding.slot for holding in shown][:MAX_LANES]
     bars = []
     for lane, holding in enumerate(shown[:MAX_LANES]):
@@ -290,8 +290,10 @@ def _agreement(story: RunStory) -> Lanes:
     return agreements.drawn(agreements.looks(story.tables), MAX_LANES)
 
 
-def _unit_of(num_bytes: float) -> tuple[str, float]:
+def unit_of(num_bytes: float) -> tuple[str, float]:
     """A unit for values up to this, and how many bytes it has."""
+    if num_bytes >= 2**30:
+        return "GiB", 2.0**30
     return ("MiB", 2.0**20) if num_bytes >= 2**20 else ("KiB", 1024.0)
 
 

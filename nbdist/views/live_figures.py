@@ -41,6 +41,7 @@ def live_figures() -> dict[str, bokeh_figure]:
         "sync": _sync(),
         "pipeline": _pipeline(),
         "traffic": _lengths(),
+        "bytes": _bytes(),
         "memory": _lengths(),
         "growth": _growth(),
         "distance": _lengths(),
@@ -52,6 +53,27 @@ def live_figures() -> dict[str, bokeh_figure]:
 
 def _loss() -> bokeh_figure:
     chart = _over_steps("loss", "loss", LOSS_TIP)
+    _beneath(chart)
+    return chart
+
+
+def _bytes() -> bokeh_figure:
+    """Loss over what was sent."""
+    chart = _empty("MiB sent by all ranks", "loss", 230)
+    source = _source("curve", "x", "loss", "step", "ranks", "unit")
+    line = chart.line(
+        "x", "loss", source=source, line_width=1.8, line_color=palette.SLOT_COLOURS[0]
+    )
+    _dots(chart, _source("curve_dots", "x", "y"), palette.SLOT_COLOURS[0])
+    tips = [("", LOSS_TIP), ("sent", "@x{0,0.0} @unit"), ("step", "@step"), ("ranks", "@ranks")]
+    chart.add_tools(HoverTool(renderers=[line], tooltips=tips, formatters=LOSS_FORMAT))
+    _marks(chart)
+    _beneath(chart)
+    return chart
+
+
+def _beneath(chart: bokeh_figure) -> None:
+    """The loss of another run."""
     beneath = _source("reference", "x", "value")
     chart.line(
         "x",
@@ -62,7 +84,6 @@ def _loss() -> bokeh_figure:
         line_alpha=0.8,
         level="underlay",
     )
-    return chart
 
 
 def _over_steps(name: str, y_label: str, tip: str, height: int = 230) -> bokeh_figure:

@@ -19,7 +19,13 @@ from nbdist.protocol.thinning import thin
 if TYPE_CHECKING:
     from nbdist.protocol.story import Evaluation, RunStory
 
-MAX_ROWS = {"rows": 4_000, "steps": 24_000, "memory": 4_000, "distance": 4_000}
+MAX_ROWS = {
+    "rows": 4_000,
+    "steps": 24_000,
+    "sent": 4_000,
+    "memory": 4_000,
+    "distance": 4_000,
+}
 """Of longer tables the extremes are told; a page keeps no more than some thousand rows either."""
 
 

@@ -20,9 +20,14 @@ BYTES_ACKED = struct.Struct("=120xQ")
 """Of Linux's struct tcp_info."""
 
 
-def payloads(*, since=0):
+def taken():
+    """Records of this process that nobody has taken."""
+    return np.frombuffer(RING.drain(4096).records, RECORD)
+
+
+def payloads(records=None, *, since=0):
     """Step -> road -> payload bytes that this process told of; what stages send is a road too."""
-    records = np.frombuffer(RING.drain(4096).records, RECORD)
+    records = taken() if records is None else records
     found = defaultdict(lambda: defaultdict(int))
     for record in records[records["step"] >= since]:
         if record["kind"] == Kind.COLLECTIVE:

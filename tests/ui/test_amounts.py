@@ -9,10 +9,13 @@ from agreeing import BLOCKS, WHAT, WHO, AgreeingRun
 from bare import VIEW
 from distant import DriftingRun, ServedRun
 from piped import PipedRun
+from sending import PAYLOAD_BYTES, SendingRun
+from stories import synthetic_story
 from synthetic import SyntheticRun
 
 from nbdist.protocol.frames import unpack
-from nbdist.views import agreements, distances
+from nbdist.views import agreements, distances, sent
+from nbdist.views.facts import size
 from nbdist.views.traffic import flows, sentence
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,6 +56,27 @@ def test_what_is_sent_is_told_as_python_tells_it(bare):
     with page.page.expect_download() as saved:
         panel(page, "traffic").locator("button", has_text="PNG").click()
     assert saved.value.suggested_filename == "nbdist-traffic.png"
+    assert page.errors == []
+
+
+def test_what_a_byte_buys_is_told_as_python_tells_it(bare):
+    """The same sentence and the same curve, with the incidents; numbers as a table, a picture."""
+    run = SendingRun()
+    page, story = bare(views=("bytes", "memory")), synthetic_story(run)
+    page.show(run.frame(run.length_s + 1))
+    shown = sent.curve(story)
+    assert said(page, "bytes") == sent.sentence(shown)
+    drawn = column(page, "bytes", 0, "curve", "x")
+    assert drawn == pytest.approx((shown.sent_bytes / 2**30).tolist())
+    assert column(page, "bytes", 0, "curve", "loss") == pytest.approx(shown.losses.tolist())
+    marks = [shown.at(step) / 2**30 for step in (94, 98)]
+    assert column(page, "bytes", 0, "marks", "x") == pytest.approx(marks)
+    rows = table(page, "bytes")
+    assert rows[0][0] == f"{int(shown.steps[-1])}"
+    assert rows[0][2:] == [size(shown.sent_bytes[-1]), size(6 * PAYLOAD_BYTES)]
+    with page.page.expect_download() as saved:
+        panel(page, "bytes").locator("button", has_text="PNG").click()
+    assert saved.value.suggested_filename == "nbdist-bytes.png"
     assert page.errors == []
 
 
@@ -115,7 +139,12 @@ def test_whether_replicas_are_identical_is_told_as_python_tells_it(bare):
 
 
 @pytest.mark.parametrize(
-    ("view", "words"), [("distance", "Nothing is known"), ("agreement", "No two replicas")]
+    ("view", "words"),
+    [
+        ("distance", "Nothing is known"),
+        ("agreement", "No two replicas"),
+        ("bytes", "Nothing has been sent yet"),
+    ],
 )
 def test_where_ranks_do_not_compare_there_is_no_such_panel(bare, view, words):
     """But where it alone is wanted: then it says so."""

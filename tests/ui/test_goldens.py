@@ -16,6 +16,7 @@ from bare import VIEW
 from distant import DriftingRun, ServedRun
 from PIL import Image
 from piped import PipedRun
+from sending import SendingRun
 from synthetic import SyntheticRun
 
 pytestmark = pytest.mark.timeout(120)
@@ -34,9 +35,14 @@ CASES = {
     "piped": (4, 1300),
     "served": (4, 1300),
     "drifting": (4, 1300),
+    "sending": (4, 1300),
 }
-RUNS = {"piped": PipedRun, "served": ServedRun, "drifting": DriftingRun}
-VIEWS = {"served": ("loss", "distance"), "drifting": ("loss", "distance")}
+RUNS = {"piped": PipedRun, "served": ServedRun, "drifting": DriftingRun, "sending": SendingRun}
+VIEWS = {
+    "served": ("loss", "distance"),
+    "drifting": ("loss", "distance"),
+    "sending": ("loss", "bytes"),
+}
 """Where not all are shown."""
 
 

@@ -37,7 +37,7 @@ from nbdist.views.playback import story_frame
 from nbdist.views.report import Check, page, write_report
 
 NUM_STEPS = 30
-OVER_STEPS = [name for name in figures.NAMES if name not in LANE_NAMES]
+OVER_STEPS = [name for name in figures.NAMES if name not in ("bytes", *LANE_NAMES)]
 
 
 def incident(kind="lost", slot=2, step=10, before=1, after=2, **more):
@@ -328,7 +328,7 @@ def test_a_chart_that_does_not_exist_is_refused():
     """The error lists those that do."""
     with pytest.raises(
         ValueError,
-        match="no chart 'lose': there are loss, throughput, world, sync, pipeline",
+        match="no chart 'lose': there are loss, throughput, world, bytes, sync, pipeline",
     ):
         figure(make_story(), "lose")
 
@@ -555,6 +555,6 @@ def test_a_chart_has_a_bokeh_figure_and_a_name():
     assert Chart(make_story(), "loss").bokeh.renderers
     with pytest.raises(
         ValueError,
-        match="no chart 'lost': there are loss, throughput, world, sync, pipeline",
+        match="no chart 'lost': there are loss, throughput, world, bytes, sync, pipeline",
     ):
         Chart(make_story(), "lost")

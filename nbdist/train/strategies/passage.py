@@ -91,3 +91,5 @@ class Passage:
             now_ns = perf_counter_ns()
             num_bytes = sum(op.tensor.nbytes for op in ops)
             emit.span(kind, now_ns, now_ns, ident=self.first + microbatch, value=num_bytes)
+            if kind is Kind.SEND:
+                emit.sent(num_bytes)

@@ -10,6 +10,7 @@ import { Memory } from "./memory.js";
 import { Overview, summary } from "./overview.js";
 import { Pipeline } from "./pipeline.js";
 import { Ranks } from "./ranks.js";
+import { Sent } from "./sent.js";
 import { Store } from "./store.js";
 import { Sync } from "./sync.js";
 import { Throughput } from "./throughput.js";
@@ -21,6 +22,7 @@ const PANELS = /** @type {const} */ ({
   throughput: Throughput,
   loss: Loss,
   traffic: Traffic,
+  bytes: Sent,
   memory: Memory,
   distance: Distance,
   agreement: Agreement,
@@ -62,13 +64,15 @@ class Dashboard {
 
   /**
    * Gradient sync is no business of a pipeline's, nor the other way round, where both are wanted. Where ranks
-   * are not apart, or no replicas were compared, and more is wanted, nothing is said of it.
+   * are not apart, no replicas were compared, or nothing is known of what was sent, and more is wanted, nothing is
+   * said of it.
    */
   choose() {
     const one = (/** @type {string} */ name) => this.panels.find((panel) => panel.name === name);
-    for (const name of /** @type {const} */ (["distance", "agreement"])) {
+    const { distance, agreement, sent } = this.store;
+    for (const [name, table] of Object.entries({ distance, agreement, bytes: sent })) {
       const panel = one(name);
-      if (panel && this.panels.length > 1) panel.root.hidden = !this.store[name].length;
+      if (panel && this.panels.length > 1) panel.root.hidden = !table.length;
     }
     const [sync, pipeline] = [one("sync"), one("pipeline")];
     if (!sync || !pipeline) return;
@@ -150,9 +154,12 @@ class Dashboard {
     if (this.missing.textContent !== text) this.missing.textContent = text;
   }
 
-  /** Another run beneath this one. @param {string} title @param {import("./types").Columns} rows */
-  compare(title, rows) {
-    for (const panel of this.panels) if (panel instanceof Loss) panel.compare(title, rows);
+  /** Another run beneath this one. @param {string} title @param {Record<string, import("./types").Columns>} tables */
+  compare(title, tables) {
+    for (const panel of this.panels) {
+      if (panel instanceof Loss) panel.compare(title, tables.rows ?? {});
+      if (panel instanceof Sent) panel.compare(title, tables);
+    }
   }
 
   /** @param {{id: string, state: string, text: string}} message */

@@ -33,7 +33,7 @@ export async function open(Bokeh) {
   const reference = await held("nbdist-reference");
   if (reference) {
     const { header, tables } = unpackedFrame(new DataView(reference));
-    shown.compare(header.run?.run ?? "", tables.rows ?? {});
+    shown.compare(header.run?.run ?? "", tables);
   }
   shown.take(unpackedFrame(new DataView(frame)));
   for (const picture of pictures) picture.remove();

@@ -107,6 +107,7 @@ export class Store {
     this.spans = new Table(MAX_DETAILS);
     this.plans = new Table(MAX_DETAILS);
     this.traffic = new Table(MAX_DETAILS);
+    this.sent = new Table(MAX_MEMORY);
     this.memory = new Table(MAX_MEMORY);
     this.distance = new Table(MAX_MEMORY);
     this.agreement = new Table(MAX_MEMORY);
@@ -129,9 +130,10 @@ export class Store {
     for (const { number, incident } of header.incidents) this.incidents.set(number, incident);
     this.evaluations.push(...header.evaluations);
     this.takeRows(tables.rows);
+    this.sent.makeRoom(tables.sent?.step?.length ?? 0, "sent_bytes", "slot");
     if (tables.agreement) this.agreement.cut(0); // a frame has all that there are, or none
     this.takeSteps(byTime(tables.steps), header.thinned.includes("steps"));
-    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "traffic", "memory", "distance", "agreement", "seats", "phases"])) {
+    for (const name of /** @type {const} */ (["buckets", "spans", "plans", "traffic", "sent", "memory", "distance", "agreement", "seats", "phases"])) {
       this[name].append(tables[name]);
     }
   }

@@ -48,7 +48,7 @@ export interface Shown {
   take(frame: Frame): void;
   answer(message: { id: string; state: string; text: string }): void;
   /** Another run beneath this one. */
-  compare(title: string, rows: Columns): void;
+  compare(title: string, tables: Record<string, Columns>): void;
   setAge(age: number): void;
   /** Nobody takes orders; why, in words. */
   cut(why: string): void;
