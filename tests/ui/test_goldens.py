@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agreeing import AgreeingRun
 from bare import VIEW
 from distant import DriftingRun, ServedRun
 from PIL import Image
@@ -34,9 +35,14 @@ CASES = {
     "piped": (4, 1300),
     "served": (4, 1300),
     "drifting": (4, 1300),
+    "agreeing": (4, 1300),
 }
-RUNS = {"piped": PipedRun, "served": ServedRun, "drifting": DriftingRun}
-VIEWS = {"served": ("loss", "distance"), "drifting": ("loss", "distance")}
+RUNS = {"piped": PipedRun, "served": ServedRun, "drifting": DriftingRun, "agreeing": AgreeingRun}
+VIEWS = {
+    "served": ("loss", "distance"),
+    "drifting": ("loss", "distance"),
+    "agreeing": ("loss", "agreement"),
+}
 """Where not all are shown."""
 
 
