@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agreeing import AgreeingRun
 from bare import VIEW
 from distant import DriftingRun, ServedRun
 from PIL import Image
@@ -36,12 +37,20 @@ CASES = {
     "served": (4, 1300),
     "drifting": (4, 1300),
     "sending": (4, 1300),
+    "agreeing": (4, 1300),
 }
-RUNS = {"piped": PipedRun, "served": ServedRun, "drifting": DriftingRun, "sending": SendingRun}
+RUNS = {
+    "piped": PipedRun,
+    "served": ServedRun,
+    "drifting": DriftingRun,
+    "sending": SendingRun,
+    "agreeing": AgreeingRun,
+}
 VIEWS = {
     "served": ("loss", "distance"),
     "drifting": ("loss", "distance"),
     "sending": ("loss", "bytes"),
+    "agreeing": ("loss", "agreement"),
 }
 """Where not all are shown."""
 
