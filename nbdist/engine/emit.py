@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import threading
 import time
-from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -153,23 +153,21 @@ class Sum:
     """Something that any thread adds to, and one reads."""
 
     def __init__(self) -> None:
-        self._new: deque[float] = deque()
-        self._total = 0.0
+        self._lock = threading.Lock()
+        self.total = 0.0
+        """Of all that was added since it began."""
         self.is_new = True
         """Nothing of it was told since it began."""
-        self.add = self._new.append
-        """(value): so much more; from any thread, without a lock."""
+
+    def add(self, value: float) -> None:
+        """So much more; from any thread."""
+        with self._lock:
+            self.total += value
 
     def begin(self) -> None:
         """Count from 0 on."""
-        self._new.clear()
-        self._total, self.is_new = 0.0, True
-
-    def total(self) -> float:
-        """Of all that was added since it began."""
-        for _ in range(len(self._new)):
-            self._total += self._new.popleft()
-        return self._total
+        with self._lock:
+            self.total, self.is_new = 0.0, True
 
 
 RING = Ring()
@@ -190,7 +188,7 @@ def tell_sent() -> None:
     Before the first time a 0 says that it has begun: what is told next may be as much as an engine
     in its place had told last.
     """
-    total = _SENT.total()
+    total = _SENT.total
     if not total:
         return
     if _SENT.is_new:

@@ -89,10 +89,10 @@ def test_what_several_threads_send_is_summed_up():
     ]
     for thread in threads:
         thread.start()
-    read = [total.total() for _ in range(10)]
+    read = [total.total for _ in range(10)]
     for thread in threads:
         thread.join()
-    assert total.total() == 4_000
+    assert total.total == 4_000
     assert read == sorted(read)
 
 
