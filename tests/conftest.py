@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,11 @@ import pytest
 from nbdist.processes import end_processes, processes_by_rundir
 
 GONE_LIMIT_S = 10.0
+
+
+def pytest_configure():
+    """Whoever starts tests in the background may have interrupts ignored; some tests press Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
