@@ -16,7 +16,7 @@ GONE_LIMIT_S = 10.0
 
 
 def pytest_configure():
-    """Whoever starts tests in the background may have interrupts ignored; some tests press Ctrl-C."""
+    """Who starts tests in the background may have interrupts ignored; some tests press Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
