@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nbdist.session.feed import Feed
 
 _NUM_RANKS = 4
-_NUM_STEPS = 300
+_NUM_STEPS = 1_000
 """Measured together: some seconds, so that many frames come."""
 _WIDTH = 1_000
 """Of the widest chart, in pixels."""
