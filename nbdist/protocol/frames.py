@@ -1,6 +1,6 @@
 """What a subscriber to live views is sent: a header in JSON, and columns of numbers as raw bytes.
 
-Packed by the supervisor, at most four times a second and only while somebody subscribes; passed on
+Packed by the supervisor, at most twice a second and only while somebody subscribes; passed on
 by the kernel unopened; read by the page. Pure.
 
 A frame is one buffer::
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Raised with every change that an older reader would misread."""
 
-PERIOD_S = 0.25
+PERIOD_S = 0.5
 """A subscriber is sent a frame that often at most."""
 WINDOW = 2
 """Frames that may be on their way, unless a subscriber wants another number: then nothing is sent

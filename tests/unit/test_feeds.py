@@ -534,7 +534,7 @@ def test_evaluations_are_told_once(house):
 # ---- how many
 
 
-def test_frames_come_at_most_four_times_a_second(house):
+def test_frames_come_at_most_twice_a_second(house):
     """However often something is new."""
     run = house.begin()
     house.order(SUBSCRIBE)
@@ -543,7 +543,7 @@ def test_frames_come_at_most_four_times_a_second(house):
         house.look(0.02)
     times = [header.clock_s for header, _ in house.client.frames]
     assert min(np.diff(times)) >= PERIOD_S - 1e-9
-    assert len(times) >= 7
+    assert len(times) >= 2.0 / PERIOD_S - 1
 
 
 def test_where_nothing_is_new_a_sign_of_life_comes_once_a_second(house):
