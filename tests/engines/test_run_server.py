@@ -144,9 +144,8 @@ def test_without_a_replica_the_server_takes_the_run_along(cluster, until):
 def test_a_slow_worker_is_not_hung(cluster):
     """Server and replica wait in each step anew, though at the same place in the code."""
     engines = start(cluster, 3, '"sync"')
-    engines.run(
-        "trainer.model.register_forward_hook(lambda *_: time.sleep(0.3))  # the slowness itself"
-    )
+    # The worker's work, while which others wait; the test waits for the run.
+    engines.run("trainer.model.register_forward_hook(lambda *_: time.sleep(0.3))")
     run = engines.train("trainer", steps=12).wait(90)
     training.check_steps(run)
     assert run.incidents == []
